@@ -1,0 +1,140 @@
+"""The typed events of a run. The scheduler's state is a fold over them; the log on disk is nothing else.
+
+Every event carries `time_s`, the scheduler's clock. Ids (`group_id`, `plan_id`) are issued by the scheduler and never reused.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from knittrans_jax.trajectory import GroupMeta, MiniBatchPlan
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all events."""
+
+    time_s: float
+
+
+class RunStarted(Event):
+    """The first event of a log: the resolved configuration, as a plain mapping, so that a log explains itself."""
+
+    config: dict
+
+
+class HostJoined(Event):
+    """A rollout host's engine registered, with the storage unit beside it."""
+
+    host: str
+    unit: str
+
+
+class Leased(Event):
+    """A prompt was leased to a host as a group. `version` is the published version when the gate let it through."""
+
+    group_id: int
+    prompt_id: str
+    epoch: int
+    attributes: dict[str, str]
+    host: str
+    version: int
+
+
+class Started(Event):
+    """The host began to sample the group."""
+
+    group_id: int
+
+
+class Ready(Event):
+    """The group is complete and its payload is in the storage unit."""
+
+    group: GroupMeta
+    episode_retries: int
+
+
+class Failed(Event):
+    """The host gave the group up after its retries."""
+
+    group_id: int
+    reason: str
+    episode_retries: int
+
+
+class Admitted(Event):
+    """A mini-batch was chosen and laid out. Its groups leave the ready pool."""
+
+    plan: MiniBatchPlan
+
+
+class Consumed(Event):
+    """Every training process applied the update of this plan: version `update` became `update + 1`.
+
+    `metrics` are the trainer's figures of the update (reward, loss, gradient norm, ...), `waits_s` what the slowest process
+    waited for (`data`, `groups`), `pulled_bytes` the payload bytes that all processes pulled for it.
+    """
+
+    plan_id: int
+    update: int
+    metrics: dict[str, float]
+    waits_s: dict[str, float]
+    pulled_bytes: int
+    unique_bytes: int
+    compilations: int
+    """Compilations so far, summed over the training processes."""
+
+
+class Published(Event):
+    """A version is whole in the weight store: hosts may load it."""
+
+    version: int
+
+
+class EvalLeased(Event):
+    """Held-out prompts were leased at a stated version. In an account of their own, never trained on."""
+
+    eval_id: int
+    host: str
+    version: int
+    prompt_ids: tuple[str, ...]
+
+
+class EvalDone(Event):
+    """An evaluation lease ended. `held_s` is how long the host held its version for it."""
+
+    eval_id: int
+    questions: int
+    exact: int
+    reward_sum: float
+    episodes: int
+    held_s: float
+
+
+class RoleReport(Event):
+    """Counters that a role reports at its end (and on the way): compilations, bytes, tokens, drops."""
+
+    role: str
+    counters: dict[str, float]
+
+
+class RunEnded(Event):
+    """The last event: why the run ended (`finished`, `interrupted`, or an error's text)."""
+
+    reason: str
+
+
+AnyEvent = (
+    RunStarted
+    | HostJoined
+    | Leased
+    | Started
+    | Ready
+    | Failed
+    | Admitted
+    | Consumed
+    | Published
+    | EvalLeased
+    | EvalDone
+    | RoleReport
+    | RunEnded
+)

@@ -1,0 +1,234 @@
+"""The control channel's records: what roles ask the scheduler, and what it answers. No payload is ever among them.
+
+Every exchange is a request by a role and one reply by the scheduler; the scheduler never speaks first. Requests that wait
+(`NextPlan`, `ChunkHeld`, `TrainHello`) are parked by the scheduler and answered when the answer is known, or with a `Wait`
+after `control.rpc_timeout_s / 2`, upon which the caller asks again: so every wait has a deadline and a dead peer is noticed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from knittrans_jax.trajectory import GroupMeta, MiniBatchPlan
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all control records."""
+
+
+# --- rollout hosts -------------------------------------------------------------------------------------------------
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Sample `trajectories_per_group` trajectories from a prompt, with weights no older than `least_version`."""
+
+    group_id: int
+    prompt_id: str
+    least_version: int
+
+
+class EvalLease(msgspec.Struct, frozen=True, kw_only=True):
+    """Run held-out prompts once each, greedily, at exactly `version`; hold that version until all are done."""
+
+    eval_id: int
+    version: int
+    prompt_ids: tuple[str, ...]
+
+
+class GroupFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """A group given up after `episode_retries` retries."""
+
+    group_id: int
+    reason: str
+    episode_retries: int
+
+
+class GroupDone(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished group, sent after its payload is in the storage unit."""
+
+    group: GroupMeta
+    episode_retries: int
+
+
+class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Outcome of an evaluation lease."""
+
+    eval_id: int
+    questions: int
+    exact: int
+    reward_sum: float
+    episodes: int
+    held_s: float
+
+
+class EngineSync(Message):
+    """An engine's regular report (at least every second). `free_groups`: how many more groups it could start at once.
+
+    `ticket_wanted`: it needs a new ticket for its storage unit (see `knittrans_jax.transfer.tickets`).
+    """
+
+    host: str
+    unit: str
+    version: int
+    free_groups: int
+    started: tuple[int, ...] = ()
+    done: tuple[GroupDone, ...] = ()
+    failed: tuple[GroupFailure, ...] = ()
+    evals: tuple[EvalResult, ...] = ()
+    counters: dict[str, float] = {}
+    ticket_wanted: bool = False
+
+
+class EngineOrders(Message):
+    """The reply: new work, the newest published version (-1: none yet), and whether to end."""
+
+    leases: tuple[Lease, ...] = ()
+    evals: tuple[EvalLease, ...] = ()
+    published: int = -1
+    ticket: bytes | None = None
+    unit_address: str | None = None
+    stop: bool = False
+
+
+class StorageSync(Message):
+    """A storage unit's regular report. `address` is its bulk channel's `host:port`."""
+
+    unit: str
+    address: str
+    held_bytes: int
+    held_groups: int
+    counters: dict[str, float] = {}
+
+
+class StorageOrders(Message):
+    """The reply: the key with which tickets for this unit are checked, groups to release, and whether to end."""
+
+    ticket_key: bytes
+    release: tuple[int, ...] = ()
+    stop: bool = False
+
+
+# --- training processes ----------------------------------------------------------------------------------------------
+
+
+class TrainHello(Message):
+    """A training process registers. Answered with `TrainWelcome` when all `processes` have."""
+
+    process: int
+    processes: int
+    pid: int
+
+
+class TrainWelcome(Message):
+    """All training processes are there: the group's incarnation, and the version to begin from."""
+
+    incarnation: int
+
+
+class NextPlan(Message):
+    """Asks for the plan after `after_plan` (-1: the first)."""
+
+    process: int
+    incarnation: int
+    after_plan: int
+
+
+class PlanReply(Message):
+    """The next plan, with bulk addresses and tickets by storage unit; or `plan=None`: there will be no further one."""
+
+    plan: MiniBatchPlan | None
+    units: dict[str, str] = {}
+    tickets: dict[str, bytes] = {}
+
+
+class ChunkHeld(Message):
+    """This process holds its rows of a chunk (chunk 0: and its images). Answered with `Go` when all processes do."""
+
+    process: int
+    incarnation: int
+    plan_id: int
+    chunk: int
+
+
+class Go(Message):
+    """Launch the chunk's program."""
+
+
+class UpdateDone(Message):
+    """This process applied the update of `plan_id`; its parameters are now at `version`. `metrics` from process 0 count."""
+
+    process: int
+    incarnation: int
+    plan_id: int
+    version: int
+    metrics: dict[str, float]
+    waits_s: dict[str, float]
+    pulled_bytes: int
+    compilations: int
+
+
+class WeightsWritten(Message):
+    """This process's shards of `version` are whole in the weight store."""
+
+    process: int
+    incarnation: int
+    version: int
+
+
+# --- everyone ----------------------------------------------------------------------------------------------------------
+
+
+class Report(Message):
+    """Counters that a role hands in, at its end at the latest."""
+
+    role: str
+    counters: dict[str, float]
+
+
+class StatusRequest(Message):
+    """Asks for the live status (the launcher's table)."""
+
+
+class Status(Message):
+    """What the live table shows; figures by name, and the accounts of groups."""
+
+    figures: dict[str, float]
+    accounts: dict[str, int]
+    waiting_for: str
+    ended: str | None = None
+    """Why the run ended, once every role may go."""
+
+
+class Shutdown(Message):
+    """Asks the scheduler to end the run in an orderly way."""
+
+    reason: str
+
+
+class Ack(Message):
+    """Received and durable."""
+
+
+class Wait(Message):
+    """Not known yet: ask again."""
+
+
+class Refused(Message):
+    """The request was not accepted; `reason` says why and what to do."""
+
+    reason: str
+
+
+Request = (
+    EngineSync
+    | StorageSync
+    | TrainHello
+    | NextPlan
+    | ChunkHeld
+    | UpdateDone
+    | WeightsWritten
+    | Report
+    | StatusRequest
+    | Shutdown
+)
+Reply = EngineOrders | StorageOrders | TrainWelcome | PlanReply | Go | Status | Ack | Wait | Refused
