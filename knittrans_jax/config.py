@@ -112,7 +112,7 @@ class TrainConfig(Section):
 
     processes: PositiveInt = 2
     devices_per_process: PositiveInt = 1
-    mesh: dict[Literal["data"], PositiveInt] = {"data": 2}
+    mesh: dict[Literal["data"], PositiveInt] = msgspec.field(default_factory=lambda: {"data": 2})
     updates: PositiveInt = 100
     row_tokens: PositiveInt = 128
     micro_batch_rows: PositiveInt = 8
