@@ -145,9 +145,9 @@ class MiniBatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 class Trajectory:
     """The payload of one trajectory of `T` tokens.
 
-    `sampled_T` marks the tokens that the policy sampled (the only ones with a loss); `behaviour_logprobs_T` is the sampler's
-    own log-prob there (after temperature and mask) and 0 elsewhere; `versions_T` is the version that sampled the token, and
-    `NOT_SAMPLED` elsewhere.
+    `sampled_T` marks the tokens that the policy sampled (the only ones with a loss); `behaviour_logprobs_T` is the
+    sampler's own log-prob there (after temperature and mask) and 0 elsewhere; `versions_T` is the version that sampled the
+    token, and `NOT_SAMPLED` elsewhere.
     """
 
     tokens_T: np.ndarray  # int32
@@ -166,7 +166,8 @@ class Trajectory:
             array = getattr(self, name)
             if array.dtype != dtype or array.shape != self.tokens_T.shape or array.ndim != 1:
                 raise ValueError(
-                    f"Trajectory.{name}: expected {np.dtype(dtype)} of shape {self.tokens_T.shape}, got {array.dtype} {array.shape}"
+                    f"Trajectory.{name}: expected {np.dtype(dtype)} of shape {self.tokens_T.shape}, "
+                    f"got {array.dtype} {array.shape}"
                 )
 
     @property
@@ -177,7 +178,7 @@ class Trajectory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupPayload:
-    """What a storage unit holds of one group: its trajectories, and its unique images (uint8, HxWxC) by content digest."""
+    """What a storage unit holds of one group: its trajectories, and its unique images (uint8, HxWxC) by digest."""
 
     group_id: int
     trajectories: tuple[Trajectory, ...]
@@ -194,7 +195,7 @@ TRAJECTORY_BYTES_PER_TOKEN = 4 + 1 + 4 + 4
 
 
 def media_digest(image_HxWxC: np.ndarray) -> str:
-    """The content hash under which an image is stored, sent and encoded once: BLAKE2b-128 over shape and pixels, hex."""
+    """The content hash under which an image is stored, sent and encoded once: BLAKE2b-128 of shape and pixels, hex."""
     if image_HxWxC.dtype != np.uint8 or image_HxWxC.ndim != 3:
         raise ValueError(f"media: expected uint8 [H, W, C], got {image_HxWxC.dtype} {list(image_HxWxC.shape)}")
     digest = hashlib.blake2b(repr(image_HxWxC.shape).encode(), digest_size=16)
