@@ -1,0 +1,80 @@
+"""Blocks that decoder and encoder share: norms, projections, rotary positions. Parameters in `param_dtype`, compute in `dtype`.
+
+Norm statistics and rotary angles are always float32.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich, 2019); statistics in float32."""
+
+    def __init__(self, features: int, *, eps: float, dtype: DTypeLike, param_dtype: DTypeLike):
+        self.scale = nnx.Param(jnp.ones((features,), param_dtype))
+        self.eps = eps
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., features] -> [..., features] in `dtype`."""
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return x32.astype(self.dtype) * _over_last(self.scale[...], x.ndim).astype(self.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(var + eps) * scale + bias over the last axis; all of it in float32."""
+
+    def __init__(self, features: int, *, eps: float, dtype: DTypeLike, param_dtype: DTypeLike):
+        self.scale = nnx.Param(jnp.ones((features,), param_dtype))
+        self.bias = nnx.Param(jnp.zeros((features,), param_dtype))
+        self.eps = eps
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., features] -> [..., features] in `dtype`."""
+        x32 = x.astype(jnp.float32)
+        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        scale = _over_last(self.scale[...], x.ndim).astype(jnp.float32)
+        bias = _over_last(self.bias[...], x.ndim).astype(jnp.float32)
+        return (x32 * scale + bias).astype(self.dtype)
+
+
+def _over_last(vector: jax.Array, ndim: int) -> jax.Array:
+    return jnp.reshape(vector, (1,) * (ndim - 1) + vector.shape)
+
+
+def linear(
+    in_features: int,
+    out_features: int,
+    *,
+    use_bias: bool,
+    dtype: DTypeLike,
+    param_dtype: DTypeLike,
+    rngs: nnx.Rngs,
+    gain: float = 1.0,
+) -> nnx.Linear:
+    """A projection with kernel [in, out] drawn with variance gain^2 / in_features: tiny and large models both start in range."""
+    return nnx.Linear(
+        in_features,
+        out_features,
+        use_bias=use_bias,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        kernel_init=nnx.initializers.variance_scaling(gain**2, "fan_in", "truncated_normal"),
+        rngs=rngs,
+    )
+
+
+def rotate(x_BxTxHxK: jax.Array, angles_BxTxF: jax.Array) -> jax.Array:
+    """Rotary embedding (Su et al., 2021) in the rotate-half layout of Llama and Qwen: pairs are (i, i + K/2), F = K/2.
+
+    Angles float32 in radians; computed in float32 and returned in x's dtype.
+    """
+    cos = jnp.cos(angles_BxTxF)[:, :, None, :]
+    sin = jnp.sin(angles_BxTxF)[:, :, None, :]
+    first, second = jnp.split(x_BxTxHxK.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BxTxHxK.dtype)
