@@ -80,7 +80,7 @@ def objective_sums(
     return ObjectiveSums(
         loss=loss,
         entropy=jnp.sum(mask * scores.entropies_RxT),
-        clipped=jnp.sum(mask * (clipped_ratio * advantages_RxT < ratio * advantages_RxT)),
+        clipped=jnp.sum(mask * (clipped_ratio * advantages_RxT < ratio * advantages_RxT).astype(jnp.float32)),
         ratio_deviation=jnp.sum(mask * jnp.abs(ratio - 1.0)),
         fresh=jnp.sum(fresh),
         mismatch_abs=jnp.sum(fresh * jnp.abs(log_ratio)),
