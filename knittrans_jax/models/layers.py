@@ -57,7 +57,7 @@ def linear(
     rngs: nnx.Rngs,
     gain: float = 1.0,
 ) -> nnx.Linear:
-    """A projection with kernel [in, out] drawn with variance gain^2 / in_features: tiny and large models both start in range."""
+    """A projection with kernel [in, out] drawn with variance gain^2 / in_features: small and large models start alike."""
     return nnx.Linear(
         in_features,
         out_features,

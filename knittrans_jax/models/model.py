@@ -38,9 +38,8 @@ def build_model(
 
     `dtype` is the compute type, `param_dtype` that of the parameters.
     """
-    return _structure(config, dtype, param_dtype), jax.jit(_initialiser(config, dtype, param_dtype))(
-        jax.random.key(seed)
-    )
+    # Eagerly: one small program per distinct shape, where a single jitted program would compile every draw anew.
+    return _structure(config, dtype, param_dtype), _initialiser(config, dtype, param_dtype)(jax.random.key(seed))
 
 
 def abstract_model(
