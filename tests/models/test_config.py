@@ -1,11 +1,15 @@
+from typing import Any
+
 import msgspec
 import pytest
 
 from knittrans_jax.models import PRESETS, TextConfig, VisionConfig, abstract_model, parameter_count, preset
 from knittrans_jax.models.config import ModelConfig, mrope_components
 
-TEXT = msgspec.structs.asdict(PRESETS["tiny"].text)
-VISION = msgspec.structs.asdict(preset("tiny", 48).vision)
+TINY = PRESETS["tiny"]
+assert TINY.vision is not None
+TEXT: dict[str, Any] = msgspec.structs.asdict(TINY.text)
+VISION: dict[str, Any] = msgspec.structs.asdict(TINY.vision)
 
 
 def test_tiny_has_about_a_quarter_of_a_million_parameters():
@@ -32,7 +36,7 @@ def test_unknown_preset_names_key_value_and_choices():
         ({"layers": 0}, "text.layers"),
     ],
 )
-def test_impossible_text_configurations_are_refused_by_name(changes, key):
+def test_impossible_text_configurations_are_refused_by_name(changes: dict[str, Any], key: str):
     with pytest.raises(ValueError, match=key):
         TextConfig(**(TEXT | changes))
 
@@ -46,16 +50,17 @@ def test_impossible_text_configurations_are_refused_by_name(changes, key):
         ({"pixel_std": 0.0}, "vision.pixel_std"),
     ],
 )
-def test_impossible_vision_configurations_are_refused_by_name(changes, key):
+def test_impossible_vision_configurations_are_refused_by_name(changes: dict[str, Any], key: str):
     with pytest.raises(ValueError, match=key):
         VisionConfig(**(VISION | changes))
 
 
 def test_more_deepstack_levels_than_decoder_layers_are_refused():
+    text = msgspec.structs.replace(TINY.text, layers=1)
+    assert TINY.vision is not None
+    vision = msgspec.structs.replace(TINY.vision, deepstack_layers=(0, 1))
     with pytest.raises(ValueError, match="deepstack_layers"):
-        ModelConfig(
-            text=TextConfig(**(TEXT | {"layers": 1})), vision=VisionConfig(**(VISION | {"deepstack_layers": (0, 1)}))
-        )
+        ModelConfig(text=text, vision=vision)
 
 
 def test_unknown_keys_are_refused():

@@ -5,7 +5,7 @@ from knittrans_jax.encoding.patches import grid_of, patch_coords, patchify
 
 
 @pytest.mark.parametrize(("rows", "columns", "merge"), [(2, 2, 2), (4, 6, 2), (3, 9, 3), (2, 5, 1)])
-def test_patches_and_coordinates_share_one_order_and_rebuild_the_picture(rows, columns, merge):
+def test_patches_and_coordinates_share_one_order_and_rebuild_the_picture(rows: int, columns: int, merge: int):
     size, channels = 4, 3
     image = np.random.default_rng(0).integers(0, 256, (rows * size, columns * size, channels), dtype=np.uint8)
     patches, coords = patchify(image, size, merge), patch_coords(rows, columns, merge)
@@ -29,7 +29,7 @@ def test_order_is_merge_blocks_row_by_row():
     ("shape", "message"),
     [((12, 16, 1), "picture height of 12 pixels"), ((16, 9, 1), "picture width of 9 pixels"), ((8, 8), "shape")],
 )
-def test_indivisible_pictures_are_refused(shape, message):
+def test_indivisible_pictures_are_refused(shape: tuple[int, ...], message: str):
     with pytest.raises(ValueError, match=message):
         grid_of(shape, 4, 2)
 

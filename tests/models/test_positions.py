@@ -45,6 +45,6 @@ def test_turn_by_turn_equals_one_shot():
         ([IMAGE], [(2, 3)], "image 0: a grid of 2 x 3 patches"),
     ],
 )
-def test_mismatched_placeholders_are_named(tokens, grids, message):
+def test_mismatched_placeholders_are_named(tokens: list[int], grids: list[tuple[int, int]], message: str):
     with pytest.raises(ValueError, match=message):
         mrope_positions(tokens, grids, IMAGE, 2)

@@ -1,24 +1,40 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from knittrans_jax.encoding.patches import grid_of, patch_coords, patchify
-from knittrans_jax.models import build_model, encoder_apply, normalise_pixels, preset
+from knittrans_jax.models import Params, VisionEncoder, abstract_model, encoder_apply, normalise_pixels, preset
 
 CONFIG = preset("tiny", 48)
 assert CONFIG.vision is not None
 VISION = CONFIG.vision
-MODEL, PARAMS = build_model(CONFIG, seed=0)
+
+
+def random_params(shapes: Params) -> Params:
+    """Like a trained model's, with norms away from 1 and biases away from 0; quicker than drawing them in JAX."""
+    rng = np.random.default_rng(0)
+
+    def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        spread = 0.1 if leaf.ndim == 1 else leaf.shape[0] ** -0.5
+        return jnp.asarray(rng.normal(float(path[-1].key == "scale"), spread, leaf.shape), leaf.dtype)
+
+    return jax.tree.map_with_path(draw, shapes)
+
+
+MODEL, SHAPES = abstract_model(CONFIG)
 assert MODEL.encoder is not None
-ENCODER = MODEL.encoder
+ENCODER, PARAMS = MODEL.encoder, random_params(SHAPES)
 
 
-def picture(seed, height, width):
+def picture(seed: int, height: int, width: int):
     return np.random.default_rng(seed).integers(0, 256, (height, width, VISION.channels), dtype=np.uint8)
 
 
-def pack(rows, length):
+def pack(rows: list[list[np.ndarray]], length: int):
     """Lists of pictures -> the encoder's arrays, with the rest of every row garbage under segment id 0."""
     rng = np.random.default_rng(99)
     patches = rng.integers(0, 256, (len(rows), length, VISION.patch_features), dtype=np.uint8)
@@ -39,7 +55,9 @@ def pack(rows, length):
 
 
 @jax.jit
-def encode(patches, coords, grids, segments, params=PARAMS["encoder"]):
+def encode(
+    patches: jax.Array, coords: jax.Array, grids: jax.Array, segments: jax.Array, params: Params = PARAMS["encoder"]
+):
     return encoder_apply(ENCODER, params, normalise_pixels(patches, VISION), coords, grids, segments)
 
 
@@ -63,13 +81,10 @@ def test_place_within_the_picture_matters():
 
 
 def test_position_table_is_sampled_bilinearly_with_aligned_corners():
-    from flax import nnx
-
-    from knittrans_jax.models import VisionEncoder
-
-    encoder = VisionEncoder(VISION, 64, rngs=nnx.Rngs(0))
+    encoder = nnx.eval_shape(lambda: VisionEncoder(VISION, 64, rngs=nnx.Rngs(0)))
+    encoder.position_table = nnx.Param(PARAMS["encoder"]["position_table"])
     side = VISION.position_grid
-    table = np.asarray(encoder.position_table[...]).reshape(side, side, -1)
+    table = np.asarray(PARAMS["encoder"]["position_table"]).reshape(side, side, -1)
     for rows, columns in ((2, 2), (4, 10), (side, side), (12, 2)):
         coords = patch_coords(rows, columns, 2)
         grids = np.broadcast_to(np.array([rows, columns], np.int32), coords.shape)
