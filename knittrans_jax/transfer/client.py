@@ -8,6 +8,7 @@ and `GET` may be repeated without harm. One thread at a time.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import socket
@@ -106,7 +107,8 @@ class StorageClient:
         self._tickets: collections.deque[bytes] = collections.deque([ticket], maxlen=SPARE_TICKETS)
         self._limits = wire.Limits(MAX_HEADER_BYTES, max_payload_bytes)
         self._stopped = stopped or (lambda: False)
-        self._socket: socket.socket | None = None
+        self._socket: socket.socket | None = None  # greeted, and in step
+        self._interruptible: socket.socket | None = None  # the same, or the one that is being greeted
 
     def renew(self, ticket: bytes) -> None:
         """Adds a fresh ticket for the next connection; the newest is used first."""
@@ -159,6 +161,13 @@ class StorageClient:
 
         return self._attempts("list", attempt)
 
+    def interrupt(self) -> None:
+        """From another thread, after `stopped` has become true: ends a call that waits."""
+        sock = self._interruptible
+        if sock is not None:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Closes the connection; a later call opens a new one."""
         if self._socket is not None:
@@ -203,7 +212,10 @@ class StorageClient:
         if not self._tickets:
             raise TicketRefused("no ticket is left; renew() with a fresh one from the scheduler")
         sock = wire.connect(self.address, self._timeout_s)
+        self._interruptible = sock
         try:
+            if self._stopped():  # interrupt() may have come before it could see the socket
+                raise wire.WireError("stopped")
             ticket = self._tickets.pop()
             wire.send_frame(sock, Kind.HELLO, msgspec.msgpack.encode(Hello(ticket, self._peer)), deadline=deadline)
             prefix = self._receive(sock, deadline)

@@ -44,7 +44,7 @@ class PlanError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class _Item:
+class PackItem:
     """Something to pack. Sorted largest first, then by key, so that packing never depends on the order given."""
 
     negative_size: int
@@ -52,10 +52,11 @@ class _Item:
 
     @property
     def size(self) -> int:
+        """Tokens or patches."""
         return -self.negative_size
 
 
-_Row = list[_Item]
+_Row = list[PackItem]
 
 
 def layout_mini_batch(
@@ -240,7 +241,7 @@ def worst_case(
     """Bytes of a mini-batch whose every trajectory has the greatest length and whose every image differs."""
     images = groups * images_per_group
     per_row = max(1, encoder_row_patches // max(1, image_patches))
-    rows = shards * _bucket(math.ceil(math.ceil(images / per_row) / shards))
+    rows = shards * bucket_rows(math.ceil(math.ceil(images / per_row) / shards))
     pixel_bytes_per_patch = math.ceil(image_bytes / max(1, image_patches))
     return WorstCase(
         payload_bytes=groups * trajectories_per_group * max_length_tokens * TRAJECTORY_BYTES_PER_TOKEN
@@ -269,7 +270,7 @@ def _check_lengths(groups: Sequence[GroupMeta], row_tokens: int) -> None:
                     )
 
 
-def _pack(items: Sequence[_Item], capacity: int) -> list[_Row]:
+def best_fit(items: Sequence[PackItem], capacity: int) -> list[_Row]:
     """Best-fit decreasing. Within a row, items keep the order in which they were put."""
     rows: list[_Row] = []
     spaces: list[tuple[int, int]] = []  # (free space, row), sorted
@@ -302,19 +303,21 @@ def _micro_batches(shard_rows: Sequence[Sequence[_Row]], micro_batch_rows: int) 
 def _balance(groups: Sequence[GroupMeta], shards: int, row_tokens: int, micro_batch_rows: int) -> list[list[_Row]]:
     """The rows of every shard, at the least number of micro-batches that packing allows."""
     members = {
-        group.group_id: [_Item(-t.length_tokens, (group.group_id, index)) for index, t in enumerate(group.trajectories)]
+        group.group_id: [
+            PackItem(-t.length_tokens, (group.group_id, index)) for index, t in enumerate(group.trajectories)
+        ]
         for group in groups
     }
-    together = _pack([item for items in members.values() for item in items], row_tokens)
+    together = best_fit([item for items in members.values() for item in items], row_tokens)
     best = math.ceil(len(together) / (shards * micro_batch_rows))
 
-    items_of: list[list[_Item]] = [[] for _ in range(shards)]
+    items_of: list[list[PackItem]] = [[] for _ in range(shards)]
     tokens_of = [0] * shards
     for _, group_id in sorted((-_tokens(items), group_id) for group_id, items in members.items()):
         shard = min(range(shards), key=lambda s: (tokens_of[s], s))
         items_of[shard].extend(members[group_id])
         tokens_of[shard] += _tokens(members[group_id])
-    shard_rows = [_pack(items, row_tokens) for items in items_of]
+    shard_rows = [best_fit(items, row_tokens) for items in items_of]
 
     limit = best * micro_batch_rows
     if _micro_batches(shard_rows, micro_batch_rows) > best:
@@ -356,7 +359,7 @@ def _place_images(
                     f"group {group.group_id}: image {media.digest} is {media.grid_h}x{media.grid_w} patches here and "
                     f"{first.grid_h}x{first.grid_w} in group {owner[media.digest][0]}: one digest, one picture"
                 )
-    rows = _pack([_Item(-media.patches, (digest,)) for digest, (_, media) in owner.items()], row_patches)
+    rows = best_fit([PackItem(-media.patches, (digest,)) for digest, (_, media) in owner.items()], row_patches)
     rows.sort(key=lambda row: (-_tokens(row), _row_order(row)))
     placed = []
     for index, row in enumerate(rows):
@@ -379,9 +382,9 @@ def _place_images(
             )
             offset += media.patches
     placed.sort(key=lambda image: (image.shard, image.row, image.offset))
-    return tuple(placed), _bucket(math.ceil(len(rows) / shards))
+    return tuple(placed), bucket_rows(math.ceil(len(rows) / shards))
 
 
-def _bucket(rows: int) -> int:
+def bucket_rows(rows: int) -> int:
     """Next power of two, 0 for 0: few shapes, so few compilations."""
     return 1 << (rows - 1).bit_length() if rows else 0

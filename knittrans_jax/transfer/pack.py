@@ -1,0 +1,299 @@
+"""From a plan and pulled payloads to the arrays of a chunk: pure, numpy only.
+
+What it guarantees: the arrays depend on the plan, the payloads and which rows are asked for, so every process computes its
+own rows and together they are the mini-batch; a payload that is not what the plan says (length, grid, placeholders) is an
+error that names group and trajectory, before anything reaches a device.
+
+`rows` and `encoder_rows` are sorted global row numbers on the axes R and ER of `knittrans_jax.transfer.batch`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from knittrans_jax.encoding.patches import grid_of, patch_coords, patchify
+from knittrans_jax.models.positions import mrope_positions
+from knittrans_jax.trajectory import ImagePlacement, MiniBatchPlan, Placement, Trajectory
+from knittrans_jax.transfer.batch import ChunkArrays, ImageArrays
+from knittrans_jax.transfer.plan import (
+    PackItem,
+    PlanError,
+    best_fit,
+    bucket_rows,
+    chunk_of,
+    chunk_row,
+    encoder_row,
+    table_row,
+)
+
+Advantages = Callable[[Sequence[float]], np.ndarray]
+"""Rewards of a group's trajectories -> float32 advantages."""
+
+
+class PackError(ValueError):
+    """A payload that is not what its plan says."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackSpec:
+    """What packing must know of the model. `channels` of an image; the others as in its configuration."""
+
+    patch_size: int
+    merge_size: int
+    channels: int
+    image_token_id: int
+
+    @property
+    def patch_values(self) -> int:
+        """`F`: uint8 values of a patch."""
+        return self.patch_size**2 * self.channels
+
+
+@dataclasses.dataclass(frozen=True)
+class CopiesLayout:
+    """Where every shown image lies when each micro-batch encodes its own copies (mode `per_micro_batch`).
+
+    `places[(p, i)]`: (row, offset) in its shard's encoder rows of its micro-batch, for the i-th image of placement `p`.
+    """
+
+    rows_per_shard: int
+    places: dict[tuple[int, int], tuple[int, int]]
+
+
+def copies_layout(plan: MiniBatchPlan) -> CopiesLayout:
+    """Packs every shown image, copies and all, into encoder rows of the micro-batch that shows it; one shape for the plan."""
+    shown: dict[tuple[int, int], list[PackItem]] = {}
+    for number, placement in enumerate(plan.placements):
+        place = (placement.shard, placement.row // plan.rows_per_micro_batch)
+        for index, image in enumerate(placement.images):
+            meta = plan.images[image]
+            shown.setdefault(place, []).append(PackItem(-meta.grid_h * meta.grid_w, (number, index)))
+    places: dict[tuple[int, int], tuple[int, int]] = {}
+    most = 0
+    for items in shown.values():
+        rows = best_fit(items, plan.encoder_row_patches)
+        most = max(most, len(rows))
+        for row, packed in enumerate(rows):
+            offset = 0
+            for item in packed:
+                places[int(item.key[0]), int(item.key[-1])] = (row, offset)
+                offset += item.size
+    return CopiesLayout(bucket_rows(most), places)
+
+
+def chunk_shape(plan: MiniBatchPlan) -> tuple[int, int, int]:
+    """Global [C, R, T] of a chunk."""
+    return plan.chunk_micro_batches, plan.shards * plan.rows_per_micro_batch, plan.row_tokens
+
+
+def image_shape(plan: MiniBatchPlan, spec: PackSpec) -> tuple[int, int, int]:
+    """Global [ER, P, F] of the encoder's input."""
+    return plan.shards * plan.encoder_rows_per_shard, plan.encoder_row_patches, spec.patch_values
+
+
+def copies_shape(plan: MiniBatchPlan, layout: CopiesLayout, spec: PackSpec) -> tuple[int, int, int, int]:
+    """Global [C, ER, P, F] of a chunk's own copies."""
+    rows = plan.shards * layout.rows_per_shard
+    return plan.chunk_micro_batches, rows, plan.encoder_row_patches, spec.patch_values
+
+
+def chunk_needs(plan: MiniBatchPlan, chunk: int, rows: Sequence[int]) -> list[int]:
+    """Indices of the placements of a chunk that lie in these rows."""
+    mine = set(rows)
+    return [
+        index
+        for index, placement in enumerate(plan.placements)
+        if chunk_of(plan, placement) == chunk and chunk_row(plan, placement)[1] in mine
+    ]
+
+
+def image_needs(plan: MiniBatchPlan, encoder_rows: Sequence[int]) -> list[int]:
+    """Indices of the images that lie in these encoder rows."""
+    mine = set(encoder_rows)
+    return [index for index, image in enumerate(plan.images) if encoder_row(plan, image) in mine]
+
+
+def pack_chunk(
+    plan: MiniBatchPlan,
+    chunk: int,
+    rows: Sequence[int],
+    trajectories: Mapping[int, Trajectory],
+    advantages: Advantages,
+    spec: PackSpec,
+    copies: CopiesLayout | None = None,
+) -> ChunkArrays:
+    """The chunk's arrays for these rows, R = len(rows).
+
+    Args:
+        plan: the mini-batch.
+        chunk: which of its chunks.
+        rows: sorted global rows.
+        trajectories: by placement index, at least those of `chunk_needs`.
+        advantages: rewards of a group -> advantages.
+        spec: the model's image geometry.
+        copies: given, `table_index` points into the micro-batch's own copies on its shard, not into the global table.
+
+    Raises:
+        PackError: a trajectory is not what the plan says.
+    """
+    row_at = {row: at for at, row in enumerate(rows)}
+    c, t = plan.chunk_micro_batches, plan.row_tokens
+    shape = (c, len(rows), t)
+    arrays = ChunkArrays(
+        tokens=np.zeros(shape, np.int32),
+        segment_ids=np.zeros(shape, np.int32),
+        positions=np.zeros((c, len(rows), 3, t), np.int32),
+        sampled=np.zeros(shape, np.bool_),
+        fresh=np.zeros(shape, np.bool_),
+        behaviour_logprobs=np.zeros(shape, np.float32),
+        advantages=np.zeros(shape, np.float32),
+        table_index=np.full(shape, -1, np.int32),
+    )
+    advantages_of: dict[int, np.ndarray] = {}
+    segments: dict[tuple[int, int], int] = {}
+    for index in sorted(chunk_needs(plan, chunk, rows), key=lambda i: plan.placements[i].offset):
+        placement = plan.placements[index]
+        trajectory = trajectories[index]
+        where = f"group {plan.groups[placement.group].group_id}, trajectory {placement.trajectory}"
+        if len(trajectory.tokens_T) != placement.length:
+            raise PackError(f"{where}: {len(trajectory.tokens_T)} tokens came, the plan says {placement.length}")
+        micro_batch, row = chunk_row(plan, placement)
+        at = (micro_batch, row_at[row], slice(placement.offset, placement.offset + placement.length))
+        segments[at[:2]] = segments.get(at[:2], 0) + 1
+        if placement.group not in advantages_of:
+            advantages_of[placement.group] = advantages(plan.groups[placement.group].rewards)
+        sampled = trajectory.sampled_T
+        arrays.tokens[at] = trajectory.tokens_T
+        arrays.segment_ids[at] = segments[at[:2]]
+        arrays.sampled[at] = sampled
+        arrays.fresh[at] = sampled & bool((trajectory.versions_T[sampled] == plan.update).all())
+        arrays.behaviour_logprobs[at] = trajectory.behaviour_logprobs_T
+        arrays.advantages[at] = np.where(sampled, advantages_of[placement.group][placement.trajectory], np.float32(0))
+        arrays.positions[at[0], at[1], :, at[2]] = _positions(plan, placement, trajectory, spec, where)
+        if placement.images:
+            table = _table_rows(plan, index, placement, spec, copies)
+            arrays.table_index[at][trajectory.tokens_T == spec.image_token_id] = table
+    return arrays
+
+
+def pack_images(
+    plan: MiniBatchPlan, encoder_rows: Sequence[int], media: Mapping[str, np.ndarray], spec: PackSpec
+) -> ImageArrays:
+    """The encoder's input for these rows, ER = len(encoder_rows).
+
+    Args:
+        plan: the mini-batch.
+        encoder_rows: sorted global encoder rows.
+        media: uint8 [H, W, C] by digest, at least those of `image_needs`.
+        spec: the model's image geometry.
+
+    Raises:
+        PackError: an image is not what the plan says.
+    """
+    row_at = {row: at for at, row in enumerate(encoder_rows)}
+    arrays = _empty_images((len(encoder_rows),), plan, spec)
+    entries = (
+        (row_at[encoder_row(plan, image)], image.offset, image)
+        for image in (plan.images[index] for index in image_needs(plan, encoder_rows))
+    )
+    _fill_images(arrays, entries, media, spec)
+    return arrays
+
+
+def pack_copies(
+    plan: MiniBatchPlan,
+    chunk: int,
+    rows: Sequence[int],
+    encoder_rows: Sequence[int],
+    media: Mapping[str, np.ndarray],
+    spec: PackSpec,
+    copies: CopiesLayout,
+) -> ImageArrays:
+    """Every shown image of the chunk's micro-batches, copies and all: `ImageArrays` with a leading axis C.
+
+    `rows` and `encoder_rows` must belong to the same shards.
+    """
+    row_at = {row: at for at, row in enumerate(encoder_rows)}
+    arrays = _empty_images((plan.chunk_micro_batches, len(encoder_rows)), plan, spec)
+    for micro_batch in range(plan.chunk_micro_batches):
+        entries = []
+        for index in chunk_needs(plan, chunk, rows):
+            placement = plan.placements[index]
+            if chunk_row(plan, placement)[0] != micro_batch:
+                continue
+            for number, image in enumerate(placement.images):
+                row, offset = copies.places[index, number]
+                entries.append((row_at[placement.shard * copies.rows_per_shard + row], offset, plan.images[image]))
+        _fill_images(ImageArrays(*(a[micro_batch] for a in arrays)), entries, media, spec)
+    return arrays
+
+
+def _positions(
+    plan: MiniBatchPlan, placement: Placement, trajectory: Trajectory, spec: PackSpec, where: str
+) -> np.ndarray:
+    grids = [(plan.images[i].grid_h, plan.images[i].grid_w) for i in placement.images]
+    try:
+        return mrope_positions(trajectory.tokens_T, grids, spec.image_token_id, spec.merge_size)[0]
+    except ValueError as error:
+        raise PackError(f"{where}: {error}") from error
+
+
+def _table_rows(
+    plan: MiniBatchPlan, index: int, placement: Placement, spec: PackSpec, copies: CopiesLayout | None
+) -> np.ndarray:
+    """Table rows of all image placeholders of a trajectory, in order."""
+    parts = []
+    for number, image in enumerate(plan.images[i] for i in placement.images):
+        if copies is None:
+            first = table_row(plan, image, spec.merge_size)
+        else:
+            row, offset = copies.places[index, number]
+            first = (row * plan.encoder_row_patches + offset) // spec.merge_size**2
+        parts.append(np.arange(first, first + image.grid_h * image.grid_w // spec.merge_size**2, dtype=np.int32))
+    return np.concatenate(parts)
+
+
+def _empty_images(leading: tuple[int, ...], plan: MiniBatchPlan, spec: PackSpec) -> ImageArrays:
+    if plan.encoder_row_patches % spec.merge_size**2:
+        raise PlanError(
+            f"train.encoder_row_patches: {plan.encoder_row_patches} is no multiple of merge_size^2 ({spec.merge_size**2})"
+        )
+    shape = (*leading, plan.encoder_row_patches)
+    return ImageArrays(
+        patches=np.zeros((*shape, spec.patch_values), np.uint8),
+        coords=np.zeros((*shape, 2), np.int32),
+        grids=np.zeros((*shape, 2), np.int32),
+        segment_ids=np.zeros(shape, np.int32),
+    )
+
+
+def _fill_images(
+    arrays: ImageArrays,
+    entries: Iterable[tuple[int, int, ImagePlacement]],
+    media: Mapping[str, np.ndarray],
+    spec: PackSpec,
+) -> None:
+    """Puts images at (row, offset); segments are numbered by offset within a row."""
+    segments: dict[int, int] = {}
+    for row, offset, image in sorted(entries, key=lambda entry: entry[:2]):
+        pixels = media[image.digest]
+        grid = (image.grid_h, image.grid_w)
+        try:
+            came = grid_of(pixels.shape, spec.patch_size, spec.merge_size)
+        except ValueError as error:
+            raise PackError(f"image {image.digest}: {error}") from error
+        if came != grid or pixels.shape[2] != spec.channels:
+            raise PackError(
+                f"image {image.digest}: {came[0]}x{came[1]} patches and {pixels.shape[2]} channels came, the plan says "
+                f"{grid[0]}x{grid[1]} and the model {spec.channels}"
+            )
+        at = slice(offset, offset + math.prod(grid))
+        segments[row] = segments.get(row, 0) + 1
+        arrays.patches[row, at] = patchify(pixels, spec.patch_size, spec.merge_size)
+        arrays.coords[row, at] = patch_coords(*grid, spec.merge_size)
+        arrays.grids[row, at] = grid
+        arrays.segment_ids[row, at] = segments[row]
