@@ -6,11 +6,15 @@ anything is started. Rules that need the task or the model are checked by `knitt
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
+
+from knittrans_jax.strict_yaml import convert_strictly, parse_yaml, short
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -27,27 +31,27 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all sections: frozen, and a key that it does not know is an error."""
 
 
-class TaskConfig(Section):
+class TaskConfig(Section, frozen=True):
     """`name`: a built-in task, or `path/to/file.py:Class` for a user's own. `options` are the task's own."""
 
     name: str
     options: dict[str, Any] = {}
 
 
-class ModelSection(Section):
+class ModelSection(Section, frozen=True):
     """`preset`: a name in `knittrans_jax.models.config.PRESETS`."""
 
     preset: str = "tiny"
 
 
-class Bound(Section):
+class Bound(Section, frozen=True):
     """Least and most groups of one attribute value in a train batch: integers are counts, floats are shares of `B`."""
 
     min: int | float = 0
     max: int | float | None = None
 
 
-class BatchConfig(Section):
+class BatchConfig(Section, frozen=True):
     """The train batch: `B` groups in `K` mini-batches of `n` trajectories a group, and its quotas by attribute and value."""
 
     groups: PositiveInt
@@ -56,7 +60,7 @@ class BatchConfig(Section):
     quotas: dict[str, dict[str, Bound]] = {}
 
 
-class AdmissionConfig(Section):
+class AdmissionConfig(Section, frozen=True):
     """When prompts are launched and finished groups admitted. `look_ahead_groups` is `L`, in groups."""
 
     policy: Literal["mini_batch"] = "mini_batch"
@@ -67,7 +71,7 @@ class AdmissionConfig(Section):
     starvation_s: PositiveFloat = 300.0
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Section, frozen=True):
     """Rollout hosts. `cache_tokens` bounds a trajectory's length; `storage_bytes` is each storage unit's budget."""
 
     hosts: PositiveInt = 1
@@ -81,7 +85,7 @@ class RolloutConfig(Section):
     storage_bytes: PositiveInt = 256 * 2**20
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(Section, frozen=True):
     """AdamW with linear warm-up, then cosine decay to `final_fraction` of `learning_rate` at the last update."""
 
     learning_rate: PositiveFloat = 1e-3
@@ -93,7 +97,7 @@ class OptimizerConfig(Section):
     clip_norm: PositiveFloat = 1.0
 
 
-class ObjectiveConfig(Section):
+class ObjectiveConfig(Section, frozen=True):
     """Clipped ratio to the behaviour log-probs, group-relative advantages, token mean, entropy bonus."""
 
     clip_low: Fraction = 0.2
@@ -103,7 +107,7 @@ class ObjectiveConfig(Section):
     """Divide a group's centred rewards by their standard deviation (GRPO); otherwise only centre them."""
 
 
-class TrainConfig(Section):
+class TrainConfig(Section, frozen=True):
     """The training mesh and the shape of its work.
 
     `mesh` gives the size of each axis; their product is `processes * devices_per_process`. A micro-batch has
@@ -131,7 +135,7 @@ class TrainConfig(Section):
     """Deadline of the scheduler's go for a chunk, from the first process that holds its rows."""
 
 
-class EvalConfig(Section):
+class EvalConfig(Section, frozen=True):
     """Greedy evaluation on held-out prompts: `prompts` of them every `every_updates`, `final_prompts` after the last."""
 
     every_updates: PositiveInt = 50
@@ -139,7 +143,7 @@ class EvalConfig(Section):
     final_prompts: PositiveInt = 352
 
 
-class ControlConfig(Section):
+class ControlConfig(Section, frozen=True):
     """The control channel. Loopback by default; port 0 picks a free one. `rpc_timeout_s` bounds every request."""
 
     host: str = "127.0.0.1"
@@ -153,14 +157,14 @@ class ControlConfig(Section):
     """Force the event log to disk before any message that acts on it leaves."""
 
 
-class LaunchConfig(Section):
+class LaunchConfig(Section, frozen=True):
     """What the launcher does. `on_child_death: stop` ends the run when any role dies."""
 
     on_child_death: Literal["stop"] = "stop"
     stop_timeout_s: PositiveFloat = 3.0
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """A run. `run_dir/name/` receives everything that it writes."""
 
     name: str
@@ -206,10 +210,10 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """
     path = Path(path)
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"configuration {path}: {error.strerror or error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration {path}: not YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"configuration {path}: expected a mapping of sections, got {type(raw).__name__}")
@@ -221,7 +225,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 def apply_override(raw: dict[str, Any], override: str) -> None:
     """Sets `key.sub=value` in a plain mapping, in place. The value is read as YAML."""
     key, equals, text = override.partition("=")
-    if not equals or not key:
+    if not equals or not all(key.strip().split(".")):
         raise ConfigError(f"override {override!r}: expected key.sub=value")
     *parents, leaf = key.strip().split(".")
     node = raw
@@ -230,7 +234,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"override {override!r}: {'.'.join(parents[: index + 1])} is a value, not a section")
     try:
-        node[leaf] = yaml.safe_load(text)
+        node[leaf] = parse_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"override {override!r}: the value is not YAML: {error}") from error
 
@@ -238,9 +242,9 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 def parse_config(raw: dict[str, Any]) -> Config:
     """Turns a plain mapping into a checked `Config`; raises `ConfigError`."""
     try:
-        config = msgspec.convert(raw, Config, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_explain(raw, str(error))) from error
+        config = convert_strictly(raw, Config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     check_config(config)
     return config
 
@@ -250,24 +254,175 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     return msgspec.to_builtins(config)
 
 
-def _explain(raw: dict[str, Any], message: str) -> str:
-    """Rewrites msgspec's "... - at `$.a.b`" so that the key comes first and the offending value is shown."""
-    text, _, where = message.partition(" - at `")
-    if not where:
-        return f"configuration: {text}"
-    parts = where.rstrip("`").removeprefix("$").lstrip(".").split(".")
-    node: Any = raw
-    for part in parts:
-        node = node.get(part, None) if isinstance(node, dict) else None
-    value = "" if node is None or isinstance(node, dict) else f" (value {node!r})"
-    return f"{'.'.join(parts) or 'configuration'}: {text}{value}"
+def config_to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML: `load_config` of it gives the same configuration."""
+    return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+# --- rules ---------------------------------------------------------------------------------------------------------------
 
 
 def check_config(config: Config) -> None:
     """Checks what types cannot say: values that contradict each other. Raises `ConfigError` naming key, value and rule."""
-    batch, train = config.batch, config.train
-    if batch.groups % batch.mini_batches:
-        raise ConfigError(
-            f"batch.mini_batches: {batch.mini_batches} does not divide batch.groups ({batch.groups}); "
-            f"a train batch is K mini-batches of B/K whole groups"
+    _check_names(config)
+    _check_batch(config)
+    _check_admission(config)
+    _check_lengths(config)
+    _check_training(config)
+
+
+def _refuse(condition: bool, key: str, value: Any, rule: str) -> None:
+    if condition:
+        raise ConfigError(f"{key}: {rule} (value {short(value)})")
+
+
+def _check_names(config: Config) -> None:
+    _refuse(
+        re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name) is None,
+        "name",
+        config.name,
+        "the run's folder is called so: letters, digits, '.', '_' and '-', beginning with a letter or digit, at most 100",
+    )
+    for key, value in _floats(config_to_dict(config), ""):
+        _refuse(not math.isfinite(value), key, value, "must be finite")
+    host, _, port = config.train.coordinator.rpartition(":")
+    _refuse(
+        not host or not port.isdecimal() or int(port) > 65535,
+        "train.coordinator",
+        config.train.coordinator,
+        "expected host:port with a port from 0 to 65535",
+    )
+
+
+def _floats(node: Any, key: str) -> list[tuple[str, float]]:
+    if isinstance(node, dict):
+        return [found for k, v in node.items() for found in _floats(v, f"{key}.{k}" if key else str(k))]
+    return [(key, node)] if isinstance(node, float) else []
+
+
+def _check_batch(config: Config) -> None:
+    batch = config.batch
+    _refuse(
+        batch.groups % batch.mini_batches != 0,
+        "batch.mini_batches",
+        batch.mini_batches,
+        f"does not divide batch.groups = {batch.groups}; a train batch is K mini-batches of B/K whole groups",
+    )
+    for attribute, bounds in batch.quotas.items():
+        key = f"batch.quotas.{attribute}"
+        _refuse(not bounds, key, bounds, "names no value: give each value a min and a max, or remove the attribute")
+        least_total = 0
+        for value, bound in bounds.items():
+            least = groups_of(f"{key}.{value}.min", bound.min, batch.groups)
+            most = batch.groups if bound.max is None else groups_of(f"{key}.{value}.max", bound.max, batch.groups)
+            _refuse(least > most, f"{key}.{value}.min", bound.min, f"is {least} groups, more than the max, {most}")
+            least_total += least
+        _refuse(
+            least_total > batch.groups,
+            key,
+            {value: bound.min for value, bound in bounds.items()},
+            f"the minima add up to {least_total} groups, but a train batch has batch.groups = {batch.groups}: "
+            "no batch can meet them",
+        )
+
+
+def groups_of(key: str, bound: int | float, groups: int) -> int:
+    """A quota bound in groups: integers are counts, floats are shares of `groups` that must give whole groups.
+
+    Raises:
+        ConfigError: negative, more than the batch, a share outside 0..1, or a share that gives no whole number of groups.
+    """
+    if isinstance(bound, int):
+        _refuse(not 0 <= bound <= groups, key, bound, f"a count of groups lies in 0..{groups} (batch.groups)")
+        return bound
+    _refuse(not 0.0 <= bound <= 1.0, key, bound, "a share lies in 0.0..1.0; for a count of groups write an integer")
+    count = round(bound * groups)
+    _refuse(
+        abs(bound * groups - count) > 1e-6 * max(1, groups),
+        key,
+        bound,
+        f"is {bound * groups:g} of batch.groups = {groups}, not a whole number of groups",
+    )
+    return count
+
+
+def _check_admission(config: Config) -> None:
+    admission = config.admission
+    look_ahead = admission.look_ahead_groups
+    if isinstance(look_ahead, dict):
+        domains = config.batch.quotas.get("domain", {})
+        for domain in look_ahead:
+            _refuse(
+                domain not in domains,
+                f"admission.look_ahead_groups.{domain}",
+                look_ahead[domain],
+                "look-ahead by domain needs a quota for it in batch.quotas.domain "
+                f"(which has {', '.join(domains) or 'none'})",
+            )
+    if admission.schedule == "colocated":
+        _refuse(
+            any(look_ahead.values()) if isinstance(look_ahead, dict) else look_ahead != 0,
+            "admission.look_ahead_groups",
+            look_ahead,
+            "admission.schedule = colocated launches a batch, trains it, then refreshes: look-ahead must be 0",
+        )
+        _refuse(
+            config.train.publish != "train_batch",
+            "train.publish",
+            config.train.publish,
+            "admission.schedule = colocated refreshes its weights at the train batch's boundary only: "
+            "must be train_batch",
+        )
+
+
+def _check_lengths(config: Config) -> None:
+    rollout, train = config.rollout, config.train
+    _refuse(
+        rollout.cache_tokens > train.row_tokens,
+        "rollout.cache_tokens",
+        rollout.cache_tokens,
+        f"a trajectory of this length does not fit a packed row of train.row_tokens = {train.row_tokens}",
+    )
+    _refuse(
+        rollout.prefill_tokens > rollout.cache_tokens,
+        "rollout.prefill_tokens",
+        rollout.prefill_tokens,
+        f"a prefill step writes more than a slot's rollout.cache_tokens = {rollout.cache_tokens}",
+    )
+    _refuse(
+        rollout.max_answer_tokens >= rollout.cache_tokens,
+        "rollout.max_answer_tokens",
+        rollout.max_answer_tokens,
+        f"an answer must leave room for its prompt in rollout.cache_tokens = {rollout.cache_tokens}",
+    )
+    _refuse(
+        config.batch.trajectories_per_group > rollout.slots,
+        "batch.trajectories_per_group",
+        config.batch.trajectories_per_group,
+        f"a group is sampled together on one host, which has rollout.slots = {rollout.slots}",
+    )
+
+
+def _check_training(config: Config) -> None:
+    train = config.train
+    devices = train.processes * train.devices_per_process
+    _refuse(
+        math.prod(train.mesh.values()) != devices,
+        "train.mesh",
+        train.mesh,
+        f"its axes multiply to {math.prod(train.mesh.values())}, but train.processes = {train.processes} times "
+        f"train.devices_per_process = {train.devices_per_process} is {devices}",
+    )
+    _refuse(
+        train.updates % config.batch.mini_batches != 0,
+        "train.updates",
+        train.updates,
+        f"is not a whole number of train batches of batch.mini_batches = {config.batch.mini_batches} updates",
+    )
+    for key in ("b1", "b2"):
+        _refuse(
+            getattr(train.optimizer, key) >= 1.0,
+            f"train.optimizer.{key}",
+            getattr(train.optimizer, key),
+            "a decay rate of Adam is below 1",
         )
