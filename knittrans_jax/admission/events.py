@@ -16,20 +16,20 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     time_s: float
 
 
-class RunStarted(Event):
+class RunStarted(Event, frozen=True, kw_only=True):
     """The first event of a log: the resolved configuration, as a plain mapping, so that a log explains itself."""
 
     config: dict
 
 
-class HostJoined(Event):
+class HostJoined(Event, frozen=True, kw_only=True):
     """A rollout host's engine registered, with the storage unit beside it."""
 
     host: str
     unit: str
 
 
-class Leased(Event):
+class Leased(Event, frozen=True, kw_only=True):
     """A prompt was leased to a host as a group. `version` is the published version when the gate let it through."""
 
     group_id: int
@@ -40,20 +40,20 @@ class Leased(Event):
     version: int
 
 
-class Started(Event):
+class Started(Event, frozen=True, kw_only=True):
     """The host began to sample the group."""
 
     group_id: int
 
 
-class Ready(Event):
+class Ready(Event, frozen=True, kw_only=True):
     """The group is complete and its payload is in the storage unit."""
 
     group: GroupMeta
     episode_retries: int
 
 
-class Failed(Event):
+class Failed(Event, frozen=True, kw_only=True):
     """The host gave the group up after its retries."""
 
     group_id: int
@@ -61,13 +61,41 @@ class Failed(Event):
     episode_retries: int
 
 
-class Admitted(Event):
+class Filtered(Event, frozen=True, kw_only=True):
+    """A finished group was dropped by a filter of the train batch."""
+
+    group_id: int
+    reason: str
+
+
+class Expired(Event, frozen=True, kw_only=True):
+    """A lease ran past its deadline on a host that is still there, or a ready group past its staleness bound."""
+
+    group_id: int
+    reason: str
+
+
+class Lost(Event, frozen=True, kw_only=True):
+    """A group went with its host or its storage unit; its prompt will be leased again."""
+
+    group_id: int
+    reason: str
+
+
+class TrainGroupFormed(Event, frozen=True, kw_only=True):
+    """All training processes registered: messages of older incarnations are refused from here on."""
+
+    incarnation: int
+    processes: int
+
+
+class Admitted(Event, frozen=True, kw_only=True):
     """A mini-batch was chosen and laid out. Its groups leave the ready pool."""
 
     plan: MiniBatchPlan
 
 
-class Consumed(Event):
+class Consumed(Event, frozen=True, kw_only=True):
     """Every training process applied the update of this plan: version `update` became `update + 1`.
 
     `metrics` are the trainer's figures of the update (reward, loss, gradient norm, ...), `waits_s` what the slowest process
@@ -84,13 +112,13 @@ class Consumed(Event):
     """Compilations so far, summed over the training processes."""
 
 
-class Published(Event):
+class Published(Event, frozen=True, kw_only=True):
     """A version is whole in the weight store: hosts may load it."""
 
     version: int
 
 
-class EvalLeased(Event):
+class EvalLeased(Event, frozen=True, kw_only=True):
     """Held-out prompts were leased at a stated version. In an account of their own, never trained on."""
 
     eval_id: int
@@ -99,7 +127,7 @@ class EvalLeased(Event):
     prompt_ids: tuple[str, ...]
 
 
-class EvalDone(Event):
+class EvalDone(Event, frozen=True, kw_only=True):
     """An evaluation lease ended. `held_s` is how long the host held its version for it."""
 
     eval_id: int
@@ -110,14 +138,21 @@ class EvalDone(Event):
     held_s: float
 
 
-class RoleReport(Event):
+class EvalExpired(Event, frozen=True, kw_only=True):
+    """An evaluation lease ran past its deadline; its prompts are leased again."""
+
+    eval_id: int
+    reason: str
+
+
+class RoleReport(Event, frozen=True, kw_only=True):
     """Counters that a role reports at its end (and on the way): compilations, bytes, tokens, drops."""
 
     role: str
     counters: dict[str, float]
 
 
-class RunEnded(Event):
+class RunEnded(Event, frozen=True, kw_only=True):
     """The last event: why the run ended (`finished`, `interrupted`, or an error's text)."""
 
     reason: str
@@ -130,11 +165,16 @@ AnyEvent = (
     | Started
     | Ready
     | Failed
+    | Filtered
+    | Expired
+    | Lost
+    | TrainGroupFormed
     | Admitted
     | Consumed
     | Published
     | EvalLeased
     | EvalDone
+    | EvalExpired
     | RoleReport
     | RunEnded
 )

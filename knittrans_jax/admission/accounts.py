@@ -1,0 +1,118 @@
+"""Every group is in exactly one account, moves only along legal transitions, and all accounts add up at every moment."""
+
+from __future__ import annotations
+
+import enum
+
+from knittrans_jax.admission.rules import Kind
+
+
+class Account(enum.StrEnum):
+    """Where a group is."""
+
+    LEASED = "leased"
+    RUNNING = "running"
+    READY = "ready"
+    ADMITTED = "admitted"
+    CONSUMED = "consumed"
+    FILTERED = "filtered"
+    EXPIRED = "expired"
+    LOST = "lost"
+    FAILED = "failed"
+
+
+LIVE = frozenset({Account.LEASED, Account.RUNNING, Account.READY, Account.ADMITTED, Account.CONSUMED})
+"""Groups that the launch gate counts. The place of any other group may be launched again."""
+POOL = frozenset({Account.LEASED, Account.RUNNING, Account.READY})
+"""Launched, and not yet part of a mini-batch."""
+OPEN = POOL | {Account.ADMITTED}
+"""Groups that still occupy their share of a storage unit for the run's sake."""
+
+LEGAL: dict[Account, frozenset[Account]] = {
+    Account.LEASED: frozenset({Account.RUNNING, Account.FAILED, Account.EXPIRED, Account.LOST}),
+    Account.RUNNING: frozenset({Account.READY, Account.FAILED, Account.EXPIRED, Account.LOST}),
+    Account.READY: frozenset({Account.ADMITTED, Account.FILTERED, Account.EXPIRED, Account.LOST}),
+    Account.ADMITTED: frozenset({Account.CONSUMED, Account.LOST}),
+    Account.CONSUMED: frozenset(),
+    Account.FILTERED: frozenset(),
+    Account.EXPIRED: frozenset(),
+    Account.LOST: frozenset(),
+    Account.FAILED: frozenset(),
+}
+
+
+class IllegalTransition(ValueError):  # noqa: N818 - the name says what happened
+    """An event that does not fit the account of its group: the log is wrong, or its writer is."""
+
+
+class Accounts:
+    """Counts of groups: by account; live, in the pool, and ready by kind. Every operation takes constant time."""
+
+    __slots__ = ("counts", "issued", "live_by_kind", "pool_by_kind", "ready_by_kind")
+
+    def __init__(self, kinds: tuple[Kind, ...]) -> None:
+        self.counts: dict[Account, int] = dict.fromkeys(Account, 0)
+        self.issued = 0
+        self.live_by_kind: dict[Kind, int] = dict.fromkeys(kinds, 0)
+        self.pool_by_kind: dict[Kind, int] = dict.fromkeys(kinds, 0)
+        self.ready_by_kind: dict[Kind, int] = dict.fromkeys(kinds, 0)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Accounts):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def live(self) -> int:
+        """Groups that are leased, running, ready, admitted or consumed."""
+        return sum(self.live_by_kind.values())
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that are leased or running."""
+        return self.counts[Account.LEASED] + self.counts[Account.RUNNING]
+
+    def issue(self, kind: Kind) -> None:
+        """A new group, leased."""
+        self.issued += 1
+        self.counts[Account.LEASED] += 1
+        self.live_by_kind[kind] += 1
+        self.pool_by_kind[kind] += 1
+
+    def move(self, group_id: int, kind: Kind, source: Account, target: Account) -> None:
+        """Moves a group. Raises `IllegalTransition`."""
+        if target not in LEGAL[source]:
+            raise IllegalTransition(
+                f"group {group_id}: {source} -> {target}; from {source} a group may become "
+                f"{', '.join(sorted(LEGAL[source])) or 'nothing else'}"
+            )
+        self.counts[source] -= 1
+        self.counts[target] += 1
+        if source is Account.READY:
+            self.ready_by_kind[kind] -= 1
+        elif target is Account.READY:
+            self.ready_by_kind[kind] += 1
+        if source in POOL and target not in POOL:
+            self.pool_by_kind[kind] -= 1
+        if target not in LIVE:
+            self.live_by_kind[kind] -= 1
+
+    def check(self) -> None:
+        """Raises `AssertionError` unless everything adds up."""
+        counts = self.counts
+        if min(counts.values()) < 0 or sum(counts.values()) != self.issued:
+            raise AssertionError(f"{self.issued} groups were issued, the accounts hold {counts}")
+        for name, by_kind, accounts in (
+            ("live", self.live_by_kind, LIVE),
+            ("in the pool", self.pool_by_kind, POOL),
+            ("ready", self.ready_by_kind, {Account.READY}),
+        ):
+            total = sum(counts[account] for account in accounts)
+            if sum(by_kind.values()) != total or min(by_kind.values(), default=0) < 0:
+                raise AssertionError(f"{total} groups are {name}, by kind there are {by_kind}")
+
+    def as_dict(self) -> dict[str, int]:
+        """Counts by account name."""
+        return {account.value: count for account, count in self.counts.items()}

@@ -1,0 +1,143 @@
+"""The append-only event log: records are durable before `append` returns, and a torn last record is seen as such.
+
+Format: the line `KTLOG1`, then records of 4 bytes length, 4 bytes CRC-32 (both little endian) and the event as msgpack. One
+`append` writes its events together and forces them to disk once (group commit). Reading stops at a record that is cut short
+or does not fit its checksum: if nothing but that follows, it is the torn tail of a crash, and is reported; damage in the
+middle is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from knittrans_jax.admission.events import AnyEvent
+
+MAGIC = b"KTLOG1\n"
+MAX_RECORD_BYTES = 256 * 2**20
+"""A larger length is damage: plans of a million trajectories stay below it."""
+_HEADER = struct.Struct("<II")
+
+
+class LogError(RuntimeError):
+    """A file that is no event log, or one that is damaged before its end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadLog:
+    """The events of a log; `torn_bytes` at its end belong to a record that was never whole."""
+
+    events: list[AnyEvent]
+    whole_bytes: int
+    torn_bytes: int
+
+
+class EventLog:
+    """The writing end. One process, one thread."""
+
+    def __init__(self, path: Path, *, fsync: bool = True) -> None:
+        """Creates the log.
+
+        Raises:
+            LogError: the file exists: a run's log is never overwritten.
+        """
+        self.path = path
+        self.events = 0
+        self.size_bytes = len(MAGIC)
+        self._fsync = fsync
+        self._encoder = msgspec.msgpack.Encoder()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._file = path.open("xb")
+        except FileExistsError:
+            raise LogError(
+                f"{path} exists: a run of this name was made before; choose another name or remove it"
+            ) from None
+        self._file.write(MAGIC)
+        self._force()
+
+    def append(self, events: Sequence[AnyEvent]) -> None:
+        """Writes events; returns when they are on disk (with `fsync`) or with the operating system (without)."""
+        if not events:
+            return
+        buffer = bytearray()
+        for event in events:
+            body = self._encoder.encode(event)
+            buffer += _HEADER.pack(len(body), zlib.crc32(body))
+            buffer += body
+        self._file.write(buffer)
+        self._force()
+        self.events += len(events)
+        self.size_bytes += len(buffer)
+
+    def close(self) -> None:
+        """Closes the file; what was appended is whole already."""
+        self._file.close()
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _force(self) -> None:
+        self._file.flush()
+        if self._fsync:
+            os.fsync(self._file.fileno())
+
+
+def read_log(path: Path, start_bytes: int = 0) -> ReadLog:
+    """Reads a log; a torn last record is left out and reported.
+
+    Args:
+        path: the log.
+        start_bytes: where to begin: 0, or the `whole_bytes` of an earlier reading, to read on while the log grows.
+
+    Raises:
+        LogError: no event log, or damaged before its last record.
+    """
+    if start_bytes:
+        with path.open("rb") as file:
+            file.seek(start_bytes)
+            return _read_records(path, file.read(), 0, start_bytes)
+    content = path.read_bytes()
+    if not content.startswith(MAGIC):
+        if MAGIC.startswith(content):
+            return ReadLog([], 0, len(content))
+        raise LogError(f"{path}: not an event log of this version (expected it to begin with {MAGIC!r})")
+    return _read_records(path, content, len(MAGIC), 0)
+
+
+def _read_records(path: Path, content: bytes, offset: int, base: int) -> ReadLog:
+    """The records of `content` from `offset` on; `content` begins at byte `base` of the log."""
+    decoder = msgspec.msgpack.Decoder(AnyEvent)
+    view, events = memoryview(content), []
+    while offset < len(content):
+        end = offset + _HEADER.size
+        if end > len(content):
+            break
+        length, checksum = _HEADER.unpack_from(content, offset)
+        body = view[end : end + length]
+        if len(body) < length and length <= MAX_RECORD_BYTES:
+            break
+        if length > MAX_RECORD_BYTES or zlib.crc32(body) != checksum:
+            if end + length >= len(content):
+                break
+            raise LogError(f"{path}: damaged at byte {base + offset}, {len(content) - offset} bytes before its end")
+        try:
+            events.append(decoder.decode(body))
+        except msgspec.MsgspecError as error:
+            raise LogError(
+                f"{path}: the record at byte {base + offset} is no event of this version: {error}"
+            ) from error
+        offset = end + length
+    return ReadLog(events, base + offset, len(content) - offset)

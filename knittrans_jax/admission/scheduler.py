@@ -1,0 +1,691 @@
+"""The scheduler as a pure state machine: requests and the clock come in, events and replies come out.
+
+What it guarantees:
+
+* nothing is answered that is not in the returned events or was in earlier ones: the caller makes the events durable, then
+  sends the replies;
+* every request gets exactly one reply: at once, when what it waits for happens, or `Wait` after half of `rpc_timeout_s`;
+* duplicate, late and foreign reports change nothing and are counted; messages of an older incarnation are refused;
+* every lease, go and evaluation has a deadline; a run that can make no progress for `starvation_s` ends naming the rule.
+
+One step of it: take the request in (`_on_*`), then settle: publish what is whole, count what is consumed, admit what the
+policy gives, answer what was parked, end what is finished.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from knittrans_jax.admission import events as ev
+from knittrans_jax.admission.accounts import Account
+from knittrans_jax.admission.evaluation import MAX_ATTEMPTS, Evaluations
+from knittrans_jax.admission.figures import RunFigures, unique_payload_bytes
+from knittrans_jax.admission.gate import LaunchGate
+from knittrans_jax.admission.policy import Waiting, make_policy
+from knittrans_jax.admission.prompts import PromptOrder
+from knittrans_jax.admission.rules import resolve
+from knittrans_jax.admission.state import AdmissionState
+from knittrans_jax.admission.storage_room import StorageRoom, check_storage
+from knittrans_jax.admission.training import TrainGroup
+from knittrans_jax.config import Config, config_to_dict
+from knittrans_jax.launch import messages as msg
+from knittrans_jax.trajectory import GroupMeta, MiniBatchPlan
+from knittrans_jax.transfer import tickets
+
+MAX_PARKED = 4096
+"""More waiting requests than this are refused: every role has at most a few outstanding."""
+COUNTERS = (
+    "late_groups",
+    "duplicate_groups",
+    "foreign_groups",
+    "malformed_groups",
+    "duplicate_updates",
+    "duplicate_weights",
+    "late_evals",
+    "refused",
+    "waits",
+    "parked_refused",
+)
+"""What came and changed nothing, by reason."""
+
+
+class Layout(Protocol):
+    """Lays a mini-batch out for the training mesh (`knittrans_jax.transfer.plan.layout_mini_batch`, shapes bound)."""
+
+    def __call__(
+        self, groups: Sequence[GroupMeta], *, plan_id: int, update: int, train_step: int, mini_batch: int
+    ) -> MiniBatchPlan:
+        """The plan of these groups."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What follows from one call: events to make durable first, then replies to send, by the caller's tokens."""
+
+    events: list[ev.AnyEvent]
+    replies: list[tuple[Hashable, msg.Reply]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parked:
+    request: msg.NextPlan | msg.ChunkHeld | msg.TrainHello
+    deadline_s: float
+
+
+class SchedulerCore:
+    """See the module's opening. One thread; `now_s` never goes back."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        train_prompts: Sequence[tuple[str, Mapping[str, str]]],
+        heldout_prompts: Sequence[str],
+        layout: Layout,
+        group_bytes: int,
+        ticket_key: bytes,
+        new_nonce: Callable[[], bytes] = tickets.new_nonce,
+    ) -> None:
+        """Builds a run's scheduler.
+
+        Args:
+            config: the run.
+            train_prompts: (id, attributes) of every training prompt.
+            heldout_prompts: ids of the held-out prompts, in the order in which evaluations take them.
+            layout: lays a mini-batch out.
+            group_bytes: the most payload bytes that one group can have.
+            ticket_key: what storage units check tickets with.
+            new_nonce: a fresh nonce per ticket.
+
+        Raises:
+            ConfigError: rules that no batch of these prompts can meet, or storage too small for the run to go on.
+        """
+        rules = resolve(config.batch, [attributes for _, attributes in train_prompts])
+        self.config = config
+        self.state = AdmissionState(rules)
+        self.prompts = PromptOrder(rules, train_prompts, config.seed)
+        self.policy = make_policy(config.admission.policy, config.admission.schedule)
+        self.gate = LaunchGate(
+            rules, config.admission.look_ahead_groups, config.train.updates // config.batch.mini_batches
+        )
+        check_storage(config, group_bytes, self.gate.look_ahead_groups)
+        self.room = StorageRoom(config.rollout.storage_bytes // group_bytes)
+        self.evaluations = Evaluations(config, heldout_prompts)
+        self.training = TrainGroup(config.train.processes)
+        self.figures = RunFigures(config.batch.mini_batches)
+        self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
+        self.service_counters: dict[str, float] = {"payload_through_scheduler": 0.0}
+        """Set by the service: bytes in and out, and bytes of requests that were no control record."""
+        self.waiting: Waiting | None = None
+        self.ending: str | None = None
+        self.finished = False
+        self._layout = layout
+        self._ticket_key = ticket_key
+        self._new_nonce = new_nonce
+        self._ticket_valid_s = (
+            config.train.go_timeout_s + (config.control.pull_retries + 1) * 2 * config.control.pull_timeout_s
+        )
+        self._units: dict[str, str] = {}
+        self._engines: dict[str, msg.EngineSync] = {}
+        self._host_seen_s: dict[str, float] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._parked: dict[Hashable, _Parked] = {}
+        self._events: list[ev.AnyEvent] = []
+        self._replies: list[tuple[Hashable, msg.Reply]] = []
+        self._starving: tuple[str, str, int] | None = None
+        self._waiting_since_s = 0.0
+        self._ending_since_s = 0.0
+        self._told_to_stop: set[str] = set()
+        self._reported: set[str] = set()
+        self._status_served = False
+        self._now_s = 0.0
+
+    # --- the three ways in ---------------------------------------------------------------------------------------------
+
+    def start(self, now_s: float) -> Step:
+        """The first step: the run's configuration goes into the log."""
+        self._now_s = now_s
+        self._emit(ev.RunStarted(time_s=now_s, config=config_to_dict(self.config)))
+        return self._step()
+
+    def handle(self, token: Hashable, request: msg.Request, now_s: float) -> Step:
+        """One request; `token` names whom to answer. The reply may come in a later step."""
+        self._now_s = max(now_s, self._now_s)
+        reply = self._dispatch(token, request)
+        if reply is not None:
+            self._reply(token, reply)
+        self._settle()
+        return self._step()
+
+    def tick(self, now_s: float) -> Step:
+        """Time has passed: deadlines are looked at. To be called a few times a second."""
+        self._now_s = max(now_s, self._now_s)
+        if self.ending is None:
+            self._expire_leases()
+            self._expire_evaluations()
+            overdue = self.training.overdue(self._now_s, self.config.train.go_timeout_s)
+            if overdue is not None:
+                self.end(f"error: {overdue} within train.go_timeout_s = {self.config.train.go_timeout_s:g} s")
+        self._settle()
+        if self.ending is None:
+            self._check_starvation()
+        for token, parked in list(self._parked.items()):
+            if self._now_s >= parked.deadline_s:
+                del self._parked[token]
+                self.counters["waits"] += 1
+                self._reply(token, msg.Wait())
+        if self.ending is not None and not self.finished and self._may_finish():
+            self.finished = True
+            self._emit(
+                ev.RoleReport(
+                    time_s=self._now_s, role="scheduler", counters=self.counters | self._moves() | self.service_counters
+                )
+            )
+            self._emit(ev.RunEnded(time_s=self._now_s, reason=self.ending))
+        return self._step()
+
+    def end(self, reason: str) -> None:
+        """Begins the orderly end of the run: no more work, everybody is told to stop. The first reason stays."""
+        if self.ending is None:
+            self.ending, self._ending_since_s = reason, self._now_s
+
+    @property
+    def parked(self) -> int:
+        """Requests that wait for their answer."""
+        return len(self._parked)
+
+    # --- requests ------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, token: Hashable, request: msg.Request) -> msg.Reply | None:
+        match request:
+            case msg.EngineSync():
+                return self._on_engine(request)
+            case msg.StorageSync():
+                return self._on_storage(request)
+            case msg.TrainHello():
+                refusal = self._ended() or self.training.hello(request)
+                return self._refuse(refusal) if refusal else self._park(token, request)
+            case msg.NextPlan():
+                refusal = self._stranger(request.process, request.incarnation)
+                return self._refuse(refusal) if refusal else self._park(token, request)
+            case msg.ChunkHeld():
+                return self._on_chunk(token, request)
+            case msg.UpdateDone():
+                return self._on_update(request)
+            case msg.WeightsWritten():
+                return self._on_weights(request)
+            case msg.Report():
+                self._emit(ev.RoleReport(time_s=self._now_s, role=request.role, counters=request.counters))
+                self._reported.add(request.role)
+                return msg.Ack()
+            case msg.StatusRequest():
+                self._status_served = self.ending is not None
+                return self.status()
+            case msg.Shutdown():
+                self.end(request.reason)
+                return msg.Ack()
+
+    def _on_engine(self, sync: msg.EngineSync) -> msg.Reply:
+        if self.state.hosts.get(sync.host) != sync.unit:
+            self._emit(ev.HostJoined(time_s=self._now_s, host=sync.host, unit=sync.unit))
+        self._engines[sync.host] = sync
+        self._host_seen_s[sync.host] = self._now_s
+        if self.ending is not None:
+            self._told_to_stop.add(f"engine {sync.host}")
+            return msg.EngineOrders(published=self.state.published, stop=True)
+        for group_id in sync.started:
+            group = self.state.groups.get(group_id)
+            if group is not None and group.host == sync.host and group.account is Account.LEASED:
+                self._start_group(group_id)
+        for done in sync.done:
+            self._on_group_done(sync.host, done)
+        for failure in sync.failed:
+            self._on_group_failed(sync.host, failure)
+        for result in sync.evals:
+            if self.evaluations.done(result.eval_id) is None:
+                self.counters["late_evals"] += 1
+            else:
+                self._emit(ev.EvalDone(time_s=self._now_s, **msgspec.structs.asdict(result)))
+        self._settle()  # what these reports allow shows in this reply already
+        wanted = sync.ticket_wanted and sync.unit in self._units
+        return msg.EngineOrders(
+            leases=self._lease(sync.host, sync.free_groups),
+            evals=self._lease_evaluation(sync.host),
+            published=self.state.published,
+            ticket=self._ticket(sync.unit, sync.host) if wanted else None,
+            unit_address=self._units.get(sync.unit),
+            stop=self.ending is not None,
+        )
+
+    def _on_group_done(self, host: str, done: msg.GroupDone) -> None:
+        meta = done.group
+        group = self.state.groups.get(meta.group_id)
+        if group is None:
+            self.counters["late_groups"] += 1
+            self.room.settled(host, meta.group_id)
+            self.room.release(self.state.hosts[host], meta.group_id)
+        elif group.host != host:
+            self.counters["foreign_groups"] += 1
+        elif group.account not in (Account.LEASED, Account.RUNNING):
+            self.counters["duplicate_groups"] += 1
+        else:
+            if group.account is Account.LEASED:
+                self._start_group(meta.group_id)
+            fault = self._fault(meta, host, group.version)
+            if fault is None:
+                self._emit(ev.Ready(time_s=self._now_s, group=meta, episode_retries=done.episode_retries))
+                return
+            self.counters["malformed_groups"] += 1
+            self._emit(
+                ev.Failed(
+                    time_s=self._now_s, group_id=meta.group_id, reason=fault, episode_retries=done.episode_retries
+                )
+            )
+            self.room.release(self.state.hosts[host], meta.group_id)
+
+    def _fault(self, meta: GroupMeta, host: str, leased_version: int) -> str | None:
+        """Why a finished group cannot be trained on; None: it can."""
+        n = self.config.batch.trajectories_per_group
+        if meta.unit != self.state.hosts[host] or len(meta.trajectories) != n:
+            return (
+                f"{len(meta.trajectories)} trajectories on unit {meta.unit}, expected {n} on {self.state.hosts[host]}"
+            )
+        least = self._least_version(leased_version)
+        for index, one in enumerate(meta.trajectories):
+            if one.sampled_tokens < 1:
+                return f"trajectory {index} has no sampled token"
+            if not math.isfinite(one.reward):
+                return f"trajectory {index} has reward {one.reward}"
+            if not least <= one.version_min <= one.version_max <= self.state.published:
+                return (
+                    f"trajectory {index} was sampled by versions {one.version_min} to {one.version_max}, expected "
+                    f"{least} to {self.state.published}"
+                )
+        return None
+
+    def _on_group_failed(self, host: str, failure: msg.GroupFailure) -> None:
+        group = self.state.groups.get(failure.group_id)
+        if group is None or group.host != host or group.account not in (Account.LEASED, Account.RUNNING):
+            self.counters["late_groups"] += 1
+            self.room.settled(host, failure.group_id)
+            return
+        self._emit(ev.Failed(time_s=self._now_s, **msgspec.structs.asdict(failure)))
+
+    def _on_storage(self, sync: msg.StorageSync) -> msg.Reply:
+        self._units[sync.unit] = sync.address
+        if self.ending is not None:
+            self._told_to_stop.add(f"storage {sync.unit}")
+        release = self.room.orders(sync.unit)
+        return msg.StorageOrders(ticket_key=self._ticket_key, release=release, stop=self.ending is not None)
+
+    def _on_chunk(self, token: Hashable, request: msg.ChunkHeld) -> msg.Reply | None:
+        refusal = self._stranger(request.process, request.incarnation)
+        plan = self.state.plans.get(request.plan_id)
+        if refusal is None and plan is None:
+            refusal = f"plan {request.plan_id} is not under way"
+        if refusal is None and plan is not None and not 0 <= request.chunk < plan.chunks:
+            refusal = f"plan {request.plan_id} has {plan.chunks} chunks, no chunk {request.chunk}"
+        if refusal is not None:
+            return self._refuse(refusal)
+        self.training.holds(request.process, request.plan_id, request.chunk, self._now_s)
+        return self._park(token, request)
+
+    def _on_update(self, request: msg.UpdateDone) -> msg.Reply:
+        refusal = self._stranger(request.process, request.incarnation)
+        if refusal is not None:
+            return self._refuse(refusal)
+        plan = self.state.plans.get(request.plan_id)
+        if plan is None and 0 <= request.plan_id < self.state.next_plan_id:
+            self.counters["duplicate_updates"] += 1
+            return msg.Ack()
+        if plan is None or request.version != plan.update + 1:
+            expected = "no such plan" if plan is None else f"its update ends at version {plan.update + 1}"
+            return self._refuse(f"update of plan {request.plan_id} to version {request.version}: {expected}")
+        if not self.training.update_done(request):
+            self.counters["duplicate_updates"] += 1
+        return msg.Ack()
+
+    def _on_weights(self, request: msg.WeightsWritten) -> msg.Reply:
+        refusal = self._stranger(request.process, request.incarnation)
+        version, every = request.version, self.config.batch.mini_batches
+        if refusal is None and not 0 <= version <= self.config.train.updates:
+            refusal = f"version {version} does not exist: train.updates = {self.config.train.updates}"
+        if refusal is None and self.config.train.publish == "train_batch" and version % every:
+            refusal = f"version {version} is not published: train.publish = train_batch, every {every} updates"
+        if refusal is not None:
+            return self._refuse(refusal)
+        if version <= self.state.published:
+            self.counters["duplicate_weights"] += 1
+        else:
+            self.training.weights_written(request.process, version)
+        return msg.Ack()
+
+    # --- settling ------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        if self.ending is None:
+            self._form_train_group()
+            self._consume()
+            self._publish()
+            self._admit()
+            self._check_finished()
+        for token, parked in list(self._parked.items()):
+            reply = self._answer(parked.request)
+            if reply is not None:
+                del self._parked[token]
+                self._reply(token, reply)
+
+    def _form_train_group(self) -> None:
+        if self.training.incarnation < 0 and self.training.complete:
+            self.training.incarnation = self.state.incarnation + 1
+            self._emit(
+                ev.TrainGroupFormed(
+                    time_s=self._now_s, incarnation=self.training.incarnation, processes=self.training.processes
+                )
+            )
+
+    def _consume(self) -> None:
+        while self.state.plans:
+            plan = next(iter(self.state.plans.values()))
+            reports = self.training.take_update(plan.plan_id)
+            if reports is None:
+                return
+            metas = [self.state.groups[planned.group_id].meta for planned in plan.groups]
+            self._emit(
+                ev.Consumed(
+                    time_s=self._now_s,
+                    plan_id=plan.plan_id,
+                    update=plan.update,
+                    metrics=reports[0].metrics,
+                    waits_s={
+                        name: max(report.waits_s.get(name, 0.0) for report in reports)
+                        for name in sorted({name for report in reports for name in report.waits_s})
+                    },
+                    pulled_bytes=sum(report.pulled_bytes for report in reports),
+                    unique_bytes=unique_payload_bytes([meta for meta in metas if meta is not None]),
+                    compilations=sum(report.compilations for report in reports),
+                )
+            )
+            for planned in plan.groups:
+                self.room.release(planned.unit, planned.group_id)
+
+    def _publish(self) -> None:
+        version = self.training.newest_whole(at_most=self.state.version)
+        if version is None or version <= self.state.published:
+            return
+        self.training.forget_written(version)
+        self._emit(ev.Published(time_s=self._now_s, version=version))
+        self.evaluations.published(version, len(self._engines))
+
+    def _admit(self) -> None:
+        state, admission = self.state, self.config.admission
+        self.waiting = None
+        while state.admitted_updates < self.config.train.updates and len(state.plans) <= admission.admit_ahead:
+            choice = self.policy.next_mini_batch(state)
+            if isinstance(choice, Waiting):
+                self.waiting = choice
+                return
+            try:
+                plan = self._layout(
+                    [group.meta for group in choice if group.meta is not None],
+                    plan_id=state.next_plan_id,
+                    update=state.admitted_updates,
+                    train_step=state.batch.train_step,
+                    mini_batch=state.batch.mini_batches,
+                )
+            except ValueError as error:
+                self.end(f"error: update {state.admitted_updates} cannot be laid out: {error}")
+                return
+            self._emit(ev.Admitted(time_s=self._now_s, plan=plan))
+            self._waiting_since_s = self._now_s
+
+    def _check_finished(self) -> None:
+        updates = self.config.train.updates
+        if self.state.version == updates == self.state.published and self.evaluations.finished:
+            self.end("finished")
+
+    def _answer(self, request: msg.NextPlan | msg.ChunkHeld | msg.TrainHello) -> msg.Reply | None:
+        match request:
+            case msg.TrainHello():
+                if self.training.incarnation >= 0:
+                    return msg.TrainWelcome(incarnation=self.training.incarnation)
+            case msg.NextPlan():
+                plan = next((p for p in self.state.plans.values() if p.plan_id > request.after_plan), None)
+                if plan is not None and self.ending is None:
+                    return self._plan_reply(plan, f"train{request.process}")
+                if self.ending is not None or request.after_plan >= self.config.train.updates - 1:
+                    self._told_to_stop.add(f"train{request.process}")
+                    return msg.PlanReply(plan=None)
+            case msg.ChunkHeld():
+                if self.training.may_go(request.plan_id, request.chunk):
+                    return msg.Go()
+        refusal = self._ended()
+        return None if refusal is None else self._refuse(refusal)
+
+    def _plan_reply(self, plan: MiniBatchPlan, peer: str) -> msg.PlanReply | None:
+        units = sorted({group.unit for group in plan.groups})
+        if any(unit not in self._units for unit in units):
+            return None  # a unit that has not said where it is yet will within its first sync
+        return msg.PlanReply(
+            plan=plan,
+            units={unit: self._units[unit] for unit in units},
+            tickets={unit: self._ticket(unit, peer) for unit in units},
+        )
+
+    # --- leases ----------------------------------------------------------------------------------------------------------
+
+    def _least_version(self, published: int) -> int:
+        """Colocated leases are sampled by the weights of their train batch's start, others by whatever the host holds."""
+        every = self.config.batch.mini_batches
+        return every * (published // every) if self.config.admission.schedule == "colocated" else 0
+
+    def _lease(self, host: str, free_groups: int) -> tuple[msg.Lease, ...]:
+        leases: list[msg.Lease] = []
+        state = self.state
+        while self.ending is None and len(leases) < free_groups and self.room.fits(host, state):
+            kind = self.gate.next_kind(state, lambda k: self.prompts.peek(k, state.busy) is not None)
+            if kind is None:
+                break
+            entry = self.prompts.peek(kind, state.busy)
+            assert entry is not None
+            prompt_id, epoch = entry
+            group_id = state.next_group_id
+            self._emit(
+                ev.Leased(
+                    time_s=self._now_s,
+                    group_id=group_id,
+                    prompt_id=prompt_id,
+                    epoch=epoch,
+                    attributes=self.prompts.attributes[prompt_id],
+                    host=host,
+                    version=state.published,
+                )
+            )
+            heapq.heappush(self._deadlines, (self._now_s + self.config.admission.lease_timeout_s, group_id))
+            leases.append(
+                msg.Lease(group_id=group_id, prompt_id=prompt_id, least_version=self._least_version(state.published))
+            )
+        return tuple(leases)
+
+    def _start_group(self, group_id: int) -> None:
+        self._emit(ev.Started(time_s=self._now_s, group_id=group_id))
+        heapq.heappush(self._deadlines, (self._now_s + self.config.admission.lease_timeout_s, group_id))
+
+    def _expire_leases(self) -> None:
+        timeout_s = self.config.admission.lease_timeout_s
+        while self._deadlines and self._deadlines[0][0] <= self._now_s:
+            _, group_id = heapq.heappop(self._deadlines)
+            group = self.state.groups.get(group_id)
+            if group is None or group.account not in (Account.LEASED, Account.RUNNING):
+                continue
+            if self._now_s - group.since_s < timeout_s:
+                continue  # it started since: a later entry watches it
+            silent_s = self._now_s - self._host_seen_s.get(group.host, self._now_s)
+            if silent_s >= min(timeout_s, self.config.control.rpc_timeout_s):
+                reason = f"host {group.host} was silent for {silent_s:.1f} s"
+                self._emit(ev.Lost(time_s=self._now_s, group_id=group_id, reason=reason))
+            else:
+                reason = f"not done {timeout_s:g} s after it became {group.account}"
+                self.room.orphan(group.host, group_id, self._now_s + timeout_s)
+                self._emit(ev.Expired(time_s=self._now_s, group_id=group_id, reason=reason))
+        self.room.forget_orphans(self._now_s)
+
+    def _lease_evaluation(self, host: str) -> tuple[msg.EvalLease, ...]:
+        if self.ending is not None or self.state.published < 0:
+            return ()
+        lease = self.evaluations.lease(host, self.state.published, self._now_s)
+        if lease is None:
+            return ()
+        self._emit(
+            ev.EvalLeased(
+                time_s=self._now_s,
+                eval_id=lease.eval_id,
+                host=host,
+                version=lease.version,
+                prompt_ids=lease.share.prompt_ids,
+            )
+        )
+        return (msg.EvalLease(eval_id=lease.eval_id, version=lease.version, prompt_ids=lease.share.prompt_ids),)
+
+    def _expire_evaluations(self) -> None:
+        for lease in self.evaluations.expire(self._now_s):
+            reason = f"not done in time on host {lease.host}"
+            self._emit(ev.EvalExpired(time_s=self._now_s, eval_id=lease.eval_id, reason=reason))
+            if lease.share.final and lease.share.attempts + 1 >= MAX_ATTEMPTS:
+                self.end(f"error: the final evaluation was leased {MAX_ATTEMPTS} times and did not come back in time")
+
+    def _check_starvation(self) -> None:
+        """The trainer has nothing to do, and what is missing has not become less, for `starvation_s`."""
+        waiting = self.waiting
+        key = None if waiting is None or self.state.plans else (waiting.rule, waiting.value, waiting.missing)
+        if key is None or key != self._starving:
+            self._starving, self._waiting_since_s = key, self._now_s
+            return
+        waited_s = self._now_s - self._waiting_since_s
+        if waited_s >= self.config.admission.starvation_s:
+            failure = f"; last failure: {self.state.last_failure}" if self.state.last_failure else ""
+            self.end(
+                f"error: update {self.state.admitted_updates} waits since {waited_s:.0f} s "
+                f"(admission.starvation_s) for {waiting}; published version {self.state.published}, groups "
+                f"{ {name: count for name, count in self.state.accounts.as_dict().items() if count} }{failure}"
+            )
+
+    # --- status and end --------------------------------------------------------------------------------------------------
+
+    def status(self) -> msg.Status:
+        """The live table's figures; staleness in updates, over all trajectories consumed so far."""
+        figures, state = self.figures, self.state
+        staleness = figures.staleness_means()
+        version, questions, exact = figures.heldout
+        return msg.Status(
+            figures={
+                "update": float(state.version),
+                "updates": float(self.config.train.updates),
+                "train_step": float(state.version // self.config.batch.mini_batches),
+                "published": float(state.published),
+                "reward_mean": figures.rewards[-1] if figures.rewards else 0.0,
+                "heldout_exact": exact / questions if questions else 0.0,
+                "heldout_questions": float(questions),
+                "heldout_version": float(version),
+                "gap_mean": staleness.gap,
+                "worst_mean": staleness.worst,
+                "in_flight_mean": staleness.in_flight,
+                "in_queue_mean": staleness.in_queue,
+                "architectural_mean": staleness.architectural,
+                "wait_data_s": figures.waits_s["data"],
+                "wait_groups_s": figures.waits_s["groups"],
+                "tokens_per_s": figures.tokens_per_s,
+                "payload_pulled": float(figures.pulled_bytes),
+                "payload_unique": float(figures.unique_bytes),
+                "parked": float(len(self._parked)),
+                **self._moves(),
+                **self.service_counters,
+            },
+            accounts=state.accounts.as_dict(),
+            waiting_for=self._waits_for(),
+            ended=self.ending,
+        )
+
+    def _waits_for(self) -> str:
+        if self.ending is not None:
+            return "the end"
+        if self.training.incarnation < 0:
+            return f"training processes ({len(self.training.pids)} of {self.training.processes} are there)"
+        if self.state.published < 0:
+            return "the initial weights"
+        if self.waiting is not None and not self.state.plans:
+            return str(self.waiting)
+        if self.state.version == self.config.train.updates:
+            return "the final evaluation" if self.state.published == self.state.version else "the final weights"
+        return f"the trainer (update {self.state.version})" if self.state.plans else "rollout hosts"
+
+    def _moves(self) -> dict[str, float]:
+        return {
+            "episode_retries": float(self.state.retries),
+            "goes": float(self.training.goes),
+            "eval_leases_expired": float(self.evaluations.leases_expired),
+            "eval_shares_superseded": float(self.evaluations.shares_superseded),
+        }
+
+    def _may_finish(self) -> bool:
+        """Every role that was there has been told and has handed in its last report, and a status said so; or time is up."""
+        if self._now_s - self._ending_since_s >= self.config.launch.stop_timeout_s:
+            return True
+        roles = len(self._engines) + len(self._units) + len(self.training.pids)
+        return self._status_served and len(self._told_to_stop) >= roles and len(self._reported) >= roles
+
+    # --- small things ----------------------------------------------------------------------------------------------------
+
+    def _ended(self) -> str | None:
+        return None if self.ending is None else f"the run has ended: {self.ending}"
+
+    def _stranger(self, process: int, incarnation: int) -> str | None:
+        if incarnation != self.training.incarnation or incarnation < 0:
+            return (
+                f"incarnation {incarnation} is not the present one ({self.training.incarnation}); say TrainHello first"
+            )
+        if not 0 <= process < self.training.processes:
+            return f"train process {process}: there are {self.training.processes}"
+        return None
+
+    def _refuse(self, reason: str) -> msg.Refused:
+        self.counters["refused"] += 1
+        return msg.Refused(reason=reason)
+
+    def _park(self, token: Hashable, request: msg.NextPlan | msg.ChunkHeld | msg.TrainHello) -> msg.Reply | None:
+        if len(self._parked) >= MAX_PARKED:
+            self.counters["parked_refused"] += 1
+            return self._refuse(f"{MAX_PARKED} requests wait already; ask again later")
+        self._parked[token] = _Parked(request, self._now_s + self.config.control.rpc_timeout_s / 2)
+        return None
+
+    def _ticket(self, unit: str, peer: str) -> bytes:
+        return tickets.issue(self._ticket_key, unit, peer, self._now_s + self._ticket_valid_s, self._new_nonce())
+
+    def _emit(self, event: ev.AnyEvent) -> None:
+        give_back = None
+        if isinstance(event, ev.Expired | ev.Lost):
+            group = self.state.groups[event.group_id]
+            give_back = (group.prompt_id, group.epoch)
+        self.state.apply(event)
+        self.figures.apply(event)
+        if isinstance(event, ev.Leased):
+            self.prompts.take(event.prompt_id, event.epoch)
+        elif give_back is not None:
+            self.prompts.give_back(*give_back)
+        self._events.append(event)
+
+    def _reply(self, token: Hashable, reply: msg.Reply) -> None:
+        self._replies.append((token, reply))
+
+    def _step(self) -> Step:
+        step = Step(self._events, self._replies)
+        self._events, self._replies = [], []
+        return step

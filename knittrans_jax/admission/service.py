@@ -1,0 +1,161 @@
+"""The scheduler process: a thin loop around `SchedulerCore`, the control server and the event log.
+
+One turn: receive requests (or let 50 ms pass) -> the core decides -> the turn's events are written and forced to disk together
+-> only then the replies leave. The service holds no state that matters; what ends it is the core's `finished`.
+
+It counts every byte that comes in. The control channel's records cannot hold a payload (no request has a field of bytes,
+which is checked at start), so a payload could come only as something that is no record: those bytes are what
+`payload_through_scheduler` reports.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import threading
+import time
+import typing
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from knittrans_jax.admission.events import AnyEvent
+from knittrans_jax.admission.log import EventLog
+from knittrans_jax.admission.scheduler import Layout, SchedulerCore, Step
+from knittrans_jax.config import Config
+from knittrans_jax.launch.messages import Request
+from knittrans_jax.trajectory import TRAJECTORY_BYTES_PER_TOKEN
+from knittrans_jax.transfer import tickets
+from knittrans_jax.transfer.control import ControlServer
+from knittrans_jax.transfer.plan import layout_mini_batch
+
+TURN_S = 0.05
+"""How long a turn waits for requests: the resolution of the scheduler's deadlines."""
+
+
+class RunFailed(RuntimeError):  # noqa: N818 - the name says what happened
+    """The run ended with an error, which the message states."""
+
+
+def run_scheduler(config: Config, run_dir: Path, stop: threading.Event | None = None) -> None:
+    """The scheduler process: serves until the run has ended and everybody knows.
+
+    Args:
+        config: the run's configuration.
+        run_dir: receives `control.json` and `events.log`.
+        stop: set it to end the run as interrupted; without one, SIGTERM and SIGINT do.
+
+    Raises:
+        ConfigError: no batch of this task's prompts can meet the rules, or storage is too small.
+        RunFailed: the run ended with an error.
+    """
+    from knittrans_jax.rollout.tasks import load_task
+
+    task = load_task(config.task, config.seed)
+    core = SchedulerCore(
+        config,
+        train_prompts=[(prompt.prompt_id, prompt.attributes) for prompt in task.prompts("train")],
+        heldout_prompts=[prompt.prompt_id for prompt in task.prompts("heldout")],
+        layout=bind_layout(config),
+        group_bytes=worst_group_bytes(config, task.media_bytes_per_group),
+        ticket_key=tickets.new_key(),
+    )
+    if stop is None:
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+    serve(core, run_dir, stop)
+
+
+def serve(core: SchedulerCore, run_dir: Path, stop: threading.Event) -> None:
+    """Runs the loop around a core. See `run_scheduler`."""
+    config = core.config
+    check_no_payload_fields()
+    clock = steady_wall_clock()
+    with (
+        EventLog(run_dir / "events.log", fsync=config.control.fsync) as log,
+        ControlServer(config.control.host, config.control.port, run_dir / "control.json") as server,
+    ):
+
+        def commit(steps: list[Step]) -> None:
+            events: list[AnyEvent] = [event for step in steps for event in step.events]
+            log.append(events)
+            for step in steps:
+                for token, reply in step.replies:
+                    peer, request_id = typing.cast("tuple[bytes, int]", token)
+                    server.reply(peer, request_id, reply)
+
+        commit([core.start(clock())])
+        while not core.finished:
+            if stop.is_set():
+                core.end("interrupted")
+            incoming = server.receive(TURN_S)
+            counters = server.counters
+            core.service_counters = {
+                "payload_through_scheduler": float(counters.undecodable_bytes),
+                "log_bytes": float(log.size_bytes),
+                **counters.as_dict(),
+            }
+            steps = [core.handle((one.peer, one.request_id), one.request, clock()) for one in incoming]
+            steps.append(core.tick(clock()))
+            commit(steps)
+    if core.ending is not None and core.ending.startswith("error"):
+        raise RunFailed(core.ending)
+
+
+def steady_wall_clock() -> Callable[[], float]:
+    """A clock in seconds since the epoch that no clock adjustment moves: the wall clock at the start plus what has passed."""
+    wall_s, steady_s = time.time(), time.monotonic()
+    return lambda: wall_s + (time.monotonic() - steady_s)
+
+
+def bind_layout(config: Config) -> Layout:
+    """`layout_mini_batch` with the shapes of the configuration."""
+    train = config.train
+    return functools.partial(
+        layout_mini_batch,
+        shards=config.data_shards,
+        row_tokens=train.row_tokens,
+        micro_batch_rows=train.micro_batch_rows,
+        chunk_micro_batches=train.chunk_micro_batches,
+        encoder_row_patches=train.encoder_row_patches,
+    )
+
+
+def worst_group_bytes(config: Config, media_bytes: int) -> int:
+    """The most payload bytes of one group: `n` trajectories that fill their cache, and `media_bytes` of images."""
+    tokens = config.batch.trajectories_per_group * config.rollout.cache_tokens
+    return tokens * TRAJECTORY_BYTES_PER_TOKEN + media_bytes
+
+
+def check_no_payload_fields() -> None:
+    """Raises `TypeError` if a record that roles send to the scheduler could carry bytes: payload must have no way in."""
+    for info in msgspec.inspect.multi_type_info(typing.get_args(Request)):
+        _check_type(info, type(info).__name__, set())
+
+
+def _check_type(info: msgspec.inspect.Type, path: str, seen: set[type]) -> None:
+    match info:
+        case msgspec.inspect.StructType():
+            if info.cls not in seen:
+                seen.add(info.cls)
+                for field in info.fields:
+                    _check_type(field.type, f"{info.cls.__name__}.{field.name}", seen)
+        case msgspec.inspect.VarTupleType() | msgspec.inspect.ListType() | msgspec.inspect.SetType():
+            _check_type(info.item_type, path, seen)
+        case msgspec.inspect.TupleType():
+            for item in info.item_types:
+                _check_type(item, path, seen)
+        case msgspec.inspect.DictType():
+            _check_type(info.key_type, path, seen)
+            _check_type(info.value_type, path, seen)
+        case msgspec.inspect.UnionType():
+            for item in info.types:
+                _check_type(item, path, seen)
+        case msgspec.inspect.IntType() | msgspec.inspect.FloatType() | msgspec.inspect.StrType():
+            pass
+        case msgspec.inspect.BoolType() | msgspec.inspect.NoneType():
+            pass
+        case _:
+            raise TypeError(f"{path}: a record for the scheduler has a field of {info}, which could carry a payload")

@@ -1,0 +1,72 @@
+"""Room in the storage units, in worst-case groups: a group is launched only where its payload is certain to fit.
+
+What it guarantees: the groups that a unit may have to hold never exceed what its budget takes. A group counts from its lease
+until the unit has been told to release it and has asked again (which it does only after it has obeyed). A release may be told
+twice; units skip what they do not hold.
+"""
+
+from __future__ import annotations
+
+from knittrans_jax.admission.state import AdmissionState
+from knittrans_jax.config import Config, ConfigError
+
+
+def check_storage(config: Config, group_bytes: int, look_ahead_groups: int) -> None:
+    """Raises `ConfigError` when the budgets could stop the run, and says the smallest that works.
+
+    At most `L` launched groups are of no use to the train batch under way, so a mini-batch can always be formed from
+    `L + B / K` groups; a colocated batch must be whole before it begins.
+    """
+    if config.admission.schedule == "colocated":
+        needed, why = config.batch.groups, "batch.groups (a colocated batch begins when it is whole)"
+    else:
+        needed = look_ahead_groups + config.mini_batch_groups
+        why = "admission.look_ahead_groups and one mini-batch"
+    hosts = config.rollout.hosts
+    if hosts * (config.rollout.storage_bytes // group_bytes) >= needed:
+        return
+    least = -(-needed // hosts) * group_bytes
+    raise ConfigError(
+        f"rollout.storage_bytes: {config.rollout.storage_bytes} on each of {hosts} hosts hold "
+        f"{hosts * (config.rollout.storage_bytes // group_bytes)} groups of at most {group_bytes} bytes; the run could stop "
+        f"with fewer than {needed} ({why}); the smallest budget that works is {least}"
+    )
+
+
+class StorageRoom:
+    """See the module's opening. `capacity` is a unit's budget in worst-case groups."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._releasing: dict[str, dict[int, bool]] = {}  # unit -> group -> told
+        self._orphans: dict[str, dict[int, float]] = {}  # host -> group -> until when it is waited for
+
+    def fits(self, host: str, state: AdmissionState) -> bool:
+        """Whether the host's unit has room for one more group."""
+        unit = state.hosts.get(host, host)
+        used = state.open_by_host.get(host, 0) + len(self._releasing.get(unit, ())) + len(self._orphans.get(host, ()))
+        return used < self.capacity
+
+    def release(self, unit: str, group_id: int) -> None:
+        """The unit may let a group go."""
+        self._releasing.setdefault(unit, {})[group_id] = False
+
+    def orders(self, unit: str) -> tuple[int, ...]:
+        """The unit asks: what it was told last time is done; what to let go now."""
+        left = {group_id: told for group_id, told in self._releasing.get(unit, {}).items() if not told}
+        self._releasing[unit] = dict.fromkeys(left, True)
+        return tuple(left)
+
+    def orphan(self, host: str, group_id: int, until_s: float) -> None:
+        """A lease expired on a host that is still there: its payload may come until then."""
+        self._orphans.setdefault(host, {})[group_id] = until_s
+
+    def settled(self, host: str, group_id: int) -> None:
+        """The host reported an expired group after all."""
+        self._orphans.get(host, {}).pop(group_id, None)
+
+    def forget_orphans(self, now_s: float) -> None:
+        """Expired groups that never came count no more."""
+        for host, orphans in self._orphans.items():
+            if orphans:
+                self._orphans[host] = {group_id: until for group_id, until in orphans.items() if until > now_s}

@@ -1,0 +1,317 @@
+"""A small model of rollout hosts, storage units and training processes that drives `SchedulerCore` in virtual time.
+
+Everything random comes from a `random.Random` or from hypothesis through `Choices`, so a failing case is reproducible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Mapping
+
+from knittrans_jax.admission import events as ev
+from knittrans_jax.admission.scheduler import SchedulerCore
+from knittrans_jax.config import Config, parse_config
+from knittrans_jax.launch import messages as msg
+from knittrans_jax.trajectory import GroupMeta, MediaMeta, TrajectoryMeta
+from knittrans_jax.transfer.plan import layout_mini_batch
+
+N = 2
+GROUP_BYTES = 1000
+
+
+def make_config(**changes: object) -> Config:
+    """A small run; `changes` are dotted keys with `__` for the dot."""
+    raw: dict = {
+        "name": "model",
+        "task": {"name": "none"},
+        "batch": {"groups": 8, "mini_batches": 4, "trajectories_per_group": N},
+        "train": {"updates": 12, "publish": "update"},
+        "rollout": {"storage_bytes": 100 * GROUP_BYTES, "slots": 8},
+        "eval": {"every_updates": 4, "prompts": 3, "final_prompts": 5},
+    }
+    for key, value in changes.items():
+        *parents, leaf = key.split("__")
+        node = raw
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return parse_config(raw)
+
+
+def make_prompts(counts: Mapping[str, int], attribute: str = "domain") -> list[tuple[str, dict[str, str]]]:
+    """`counts[v]` prompts of value `v`."""
+    return [(f"{value}-{i}", {attribute: value}) for value, count in counts.items() for i in range(count)]
+
+
+def make_core(config: Config, prompts: list[tuple[str, dict[str, str]]], heldout: int = 6) -> SchedulerCore:
+    return SchedulerCore(
+        config,
+        train_prompts=prompts,
+        heldout_prompts=[f"held-{i}" for i in range(heldout)],
+        layout=functools.partial(
+            layout_mini_batch,
+            shards=config.data_shards,
+            row_tokens=config.train.row_tokens,
+            micro_batch_rows=config.train.micro_batch_rows,
+            chunk_micro_batches=config.train.chunk_micro_batches,
+            encoder_row_patches=config.train.encoder_row_patches,
+        ),
+        group_bytes=GROUP_BYTES,
+        ticket_key=bytes(32),
+        new_nonce=lambda: bytes(16),
+    )
+
+
+def make_group(group_id: int, unit: str, versions: tuple[int, ...], done: int, reward: float = 0.5) -> GroupMeta:
+    """A finished group; trajectory `i` was sampled by `versions[i]` alone."""
+    return GroupMeta(
+        group_id=group_id,
+        unit=unit,
+        trajectories=tuple(
+            TrajectoryMeta(
+                length_tokens=20,
+                sampled_tokens=5,
+                reward=reward,
+                version_min=version,
+                version_max=version,
+                version_sum=5 * version,
+                turns=1,
+                questions=1,
+                exact=1,
+                media=(0,),
+                started_s=0.0,
+                finished_s=1.0,
+                version_done=done,
+            )
+            for version in versions
+        ),
+        media=(MediaMeta(digest=f"{group_id:032x}", grid_h=2, grid_w=2, size_bytes=48),),
+        payload_bytes=500,
+    )
+
+
+@dataclasses.dataclass
+class ModelHost:
+    """An engine and its unit. It loads what is published between groups (`swap` is not modelled)."""
+
+    name: str
+    slots: int
+    version: int = -1
+    queue: list[msg.Lease] = dataclasses.field(default_factory=list)
+    running: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Version at the start, by group."""
+    evals: list[msg.EvalLease] = dataclasses.field(default_factory=list)
+    stored: set[int] = dataclasses.field(default_factory=set)
+    stopped: bool = False
+    dead: bool = False
+    most_stored: int = 0
+
+
+class Model:
+    """Drives a core. Each `act_*` is one thing that can happen next; any order of them is a legal life of the system."""
+
+    def __init__(
+        self,
+        core: SchedulerCore,
+        *,
+        hosts: int = 2,
+        slots: int = 4,
+        seed: int = 0,
+        after_step: Callable[[Model], None] | None = None,
+    ) -> None:
+        self.core = core
+        self.random = random.Random(seed)
+        self.now_s = 1000.0
+        self.events: list[ev.AnyEvent] = []
+        self.hosts = [ModelHost(f"host{i}", slots) for i in range(hosts)]
+        self.after_step = after_step
+        self.processes = core.config.train.processes
+        self.version = 0
+        self.incarnation = -1
+        self.plan: msg.PlanReply | None = None
+        self.after_plan = -1
+        self.trainer_done = False
+        self.plans: list[msg.PlanReply] = []
+        self._answers: dict[object, msg.Reply] = {}
+        self._token = 0
+        self._take(core.start(self.now_s))
+
+    # --- plumbing ------------------------------------------------------------------------------------------------------
+
+    def _take(self, step) -> None:
+        self.events.extend(step.events)
+        for token, reply in step.replies:
+            assert token not in self._answers, "one reply per request"
+            self._answers[token] = reply
+        if self.after_step is not None:
+            self.after_step(self)
+
+    def send(self, request: msg.Request) -> int:
+        self._token += 1
+        self._take(self.core.handle(self._token, request, self.now_s))
+        return self._token
+
+    def answer(self, token: int) -> msg.Reply | None:
+        return self._answers.pop(token, None)
+
+    def ask(self, request: msg.Request) -> msg.Reply | None:
+        """The reply, or None when the request is parked."""
+        return self.answer(self.send(request))
+
+    def tick(self, seconds: float = 0.05) -> None:
+        self.now_s += seconds
+        self._take(self.core.tick(self.now_s))
+
+    # --- hosts -----------------------------------------------------------------------------------------------------------
+
+    def sync(self, host: ModelHost, finish: int = 10**9, fail: int = 0) -> None:
+        """The engine reports: starts what it holds, finishes up to `finish` groups in random order, fails `fail`."""
+        if host.dead or host.stopped:
+            return
+        done, failed, started = [], [], []
+        running = list(host.running)
+        self.random.shuffle(running)
+        for group_id in running[:fail]:
+            del host.running[group_id]
+            failed.append(msg.GroupFailure(group_id=group_id, reason="model", episode_retries=1))
+        for group_id in running[fail : fail + finish]:
+            version = host.running.pop(group_id)
+            host.stored.add(group_id)
+            host.most_stored = max(host.most_stored, len(host.stored))
+            meta = make_group(group_id, host.name, (version,) * N, host.version)
+            done.append(msg.GroupDone(group=meta, episode_retries=0))
+        for lease in list(host.queue):
+            if len(host.running) < host.slots and host.version >= lease.least_version:
+                host.queue.remove(lease)
+                host.running[lease.group_id] = host.version
+                started.append(lease.group_id)
+        evals = [
+            msg.EvalResult(
+                eval_id=lease.eval_id,
+                questions=len(lease.prompt_ids),
+                exact=1,
+                reward_sum=1.0,
+                episodes=len(lease.prompt_ids),
+                held_s=0.5,
+            )
+            for lease in host.evals
+        ]
+        host.evals = []
+        orders = self.ask(
+            msg.EngineSync(
+                host=host.name,
+                unit=host.name,
+                version=host.version,
+                free_groups=max(0, host.slots - len(host.running) - len(host.queue)),
+                started=tuple(started),
+                done=tuple(done),
+                failed=tuple(failed),
+                evals=tuple(evals),
+            )
+        )
+        assert isinstance(orders, msg.EngineOrders)
+        host.queue.extend(orders.leases)
+        host.evals.extend(orders.evals)
+        host.version = max(host.version, orders.published)
+        host.stopped = orders.stop
+
+    def store(self, host: ModelHost) -> None:
+        """The storage unit reports and releases."""
+        orders = self.ask(
+            msg.StorageSync(
+                unit=host.name, address=f"127.0.0.1:{host.name}", held_bytes=0, held_groups=len(host.stored)
+            )
+        )
+        assert isinstance(orders, msg.StorageOrders)
+        host.stored -= set(orders.release)
+
+    # --- trainer ---------------------------------------------------------------------------------------------------------
+
+    def hello(self) -> None:
+        tokens = [
+            self.send(msg.TrainHello(process=p, processes=self.processes, pid=100 + p)) for p in range(self.processes)
+        ]
+        for token in tokens:
+            welcome = self.answer(token)
+            assert isinstance(welcome, msg.TrainWelcome)
+            self.incarnation = welcome.incarnation
+        self.write(0)
+
+    def write(self, version: int) -> None:
+        for process in range(self.processes):
+            request = msg.WeightsWritten(process=process, incarnation=self.incarnation, version=version)
+            assert isinstance(self.ask(request), msg.Ack)
+
+    def train(self) -> bool:
+        """One whole update, if a plan is there."""
+        tokens = [
+            self.send(msg.NextPlan(process=p, incarnation=self.incarnation, after_plan=self.after_plan))
+            for p in range(self.processes)
+        ]
+        replies = [self.answer(token) for token in tokens]
+        if None in replies:
+            assert replies == [None] * self.processes
+            return False
+        first = replies[0]
+        assert isinstance(first, msg.PlanReply)
+        assert all(isinstance(reply, msg.PlanReply) and reply.plan == first.plan for reply in replies)
+        plan = first.plan
+        if plan is None:
+            self.trainer_done = True
+            return False
+        for group in plan.groups:
+            assert group.group_id in next(host for host in self.hosts if host.name == group.unit).stored
+        assert plan.update == self.version
+        for chunk in range(plan.chunks):
+            held = [
+                self.send(msg.ChunkHeld(process=p, incarnation=self.incarnation, plan_id=plan.plan_id, chunk=chunk))
+                for p in range(self.processes)
+            ]
+            assert [self.answer(token) for token in held] == [msg.Go()] * self.processes
+        self.plans.append(first)
+        self.after_plan = plan.plan_id
+        self.version += 1
+        for process in range(self.processes):
+            assert isinstance(
+                self.ask(
+                    msg.UpdateDone(
+                        process=process,
+                        incarnation=self.incarnation,
+                        plan_id=plan.plan_id,
+                        version=self.version,
+                        metrics={"loss": 0.1},
+                        waits_s={"data": 0.1, "groups": 0.2},
+                        pulled_bytes=10,
+                        compilations=3,
+                    )
+                ),
+                msg.Ack,
+            )
+        every = self.core.config.batch.mini_batches if self.core.config.train.publish == "train_batch" else 1
+        if self.version % every == 0:
+            self.write(self.version)
+        return True
+
+    # --- whole runs --------------------------------------------------------------------------------------------------------
+
+    def run(self, rounds: int = 3000, fail_rate: float = 0.0) -> None:
+        """Lets everything happen in random order until the run has ended; fails when it does not."""
+        self.hello()
+        for _ in range(rounds):
+            if self.core.finished:
+                return
+            what = self.random.random()
+            host = self.random.choice(self.hosts)
+            if what < 0.55:
+                self.sync(host, finish=self.random.randint(0, 3), fail=int(self.random.random() < fail_rate))
+            elif what < 0.75:
+                self.store(host)
+            elif what < 0.95:
+                if not self.trainer_done:
+                    self.train()
+            else:
+                self.tick(0.5)
+                self._answers.clear()
+        raise AssertionError(f"no end after {rounds} rounds: {self.core.status()}")
