@@ -76,7 +76,7 @@ def test_a_grid_episode_shows_its_picture_in_every_turn_and_scores_each_answer()
     assert turn is None
     outcome = episode.outcome()
     assert (outcome.questions, outcome.exact) == (3, 2)
-    assert outcome.reward == pytest.approx(2 / 3)  # an empty answer matches nothing, not even the length
+    assert outcome.reward == pytest.approx(2 / 3)  # an empty answer matches nothing
 
 
 def test_shares_of_the_domains_are_those_asked_for():
@@ -113,10 +113,10 @@ def test_partial_credit_is_full_for_the_truth_alone(answer: str, truth: str):
     assert (credit == 1) == (answer == truth)
 
 
-def test_partial_credit_counts_positions_and_length():
+def test_partial_credit_counts_positions_and_halves_wrong_lengths():
     assert partial_credit("12", "12") == 1
-    assert partial_credit("13", "12") == pytest.approx(2 / 3)
-    assert partial_credit("123", "12") == pytest.approx(2 / 4)
+    assert partial_credit("13", "12") == pytest.approx(1 / 2)
+    assert partial_credit("123", "12") == pytest.approx(2 / 3 / 2)
     assert partial_credit("", "12") == 0
 
 
