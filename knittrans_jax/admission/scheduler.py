@@ -15,23 +15,20 @@ policy gives, answer what was parked, end what is finished.
 from __future__ import annotations
 
 import dataclasses
-import heapq
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol
 
-import msgspec
-
 from knittrans_jax.admission import events as ev
-from knittrans_jax.admission.accounts import Account
-from knittrans_jax.admission.evaluation import MAX_ATTEMPTS, Evaluations
+from knittrans_jax.admission.desk import RolloutDesk
+from knittrans_jax.admission.evaluation import Evaluations
 from knittrans_jax.admission.figures import RunFigures, unique_payload_bytes
 from knittrans_jax.admission.gate import LaunchGate
 from knittrans_jax.admission.policy import Waiting, make_policy
 from knittrans_jax.admission.prompts import PromptOrder
 from knittrans_jax.admission.rules import resolve
 from knittrans_jax.admission.state import AdmissionState
-from knittrans_jax.admission.storage_room import StorageRoom, check_storage
+from knittrans_jax.admission.status import live_status
+from knittrans_jax.admission.storage_room import check_storage
 from knittrans_jax.admission.training import TrainGroup
 from knittrans_jax.config import Config, config_to_dict
 from knittrans_jax.launch import messages as msg
@@ -40,19 +37,8 @@ from knittrans_jax.transfer import tickets
 
 MAX_PARKED = 4096
 """More waiting requests than this are refused: every role has at most a few outstanding."""
-COUNTERS = (
-    "late_groups",
-    "duplicate_groups",
-    "foreign_groups",
-    "malformed_groups",
-    "duplicate_updates",
-    "duplicate_weights",
-    "late_evals",
-    "refused",
-    "waits",
-    "parked_refused",
-)
-"""What came and changed nothing, by reason."""
+COUNTERS = ("duplicate_updates", "duplicate_weights", "refused", "waits", "parked_refused")
+"""Requests that changed nothing, by reason; `waits` are answers `Wait`."""
 
 
 class Layout(Protocol):
@@ -116,8 +102,8 @@ class SchedulerCore:
             rules, config.admission.look_ahead_groups, config.train.updates // config.batch.mini_batches
         )
         check_storage(config, group_bytes, self.gate.look_ahead_groups)
-        self.room = StorageRoom(config.rollout.storage_bytes // group_bytes)
         self.evaluations = Evaluations(config, heldout_prompts)
+        self.desk = RolloutDesk(config, self.state, self.prompts, self.gate, self.evaluations, group_bytes, self._emit)
         self.training = TrainGroup(config.train.processes)
         self.figures = RunFigures(config.batch.mini_batches)
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
@@ -132,10 +118,6 @@ class SchedulerCore:
         self._ticket_valid_s = (
             config.train.go_timeout_s + (config.control.pull_retries + 1) * 2 * config.control.pull_timeout_s
         )
-        self._units: dict[str, str] = {}
-        self._engines: dict[str, msg.EngineSync] = {}
-        self._host_seen_s: dict[str, float] = {}
-        self._deadlines: list[tuple[float, int]] = []
         self._parked: dict[Hashable, _Parked] = {}
         self._events: list[ev.AnyEvent] = []
         self._replies: list[tuple[Hashable, msg.Reply]] = []
@@ -168,8 +150,9 @@ class SchedulerCore:
         """Time has passed: deadlines are looked at. To be called a few times a second."""
         self._now_s = max(now_s, self._now_s)
         if self.ending is None:
-            self._expire_leases()
-            self._expire_evaluations()
+            stuck = self.desk.expire(self._now_s)
+            if stuck is not None:
+                self.end(f"error: {stuck}")
             overdue = self.training.overdue(self._now_s, self.config.train.go_timeout_s)
             if overdue is not None:
                 self.end(f"error: {overdue} within train.go_timeout_s = {self.config.train.go_timeout_s:g} s")
@@ -183,11 +166,7 @@ class SchedulerCore:
                 self._reply(token, msg.Wait())
         if self.ending is not None and not self.finished and self._may_finish():
             self.finished = True
-            self._emit(
-                ev.RoleReport(
-                    time_s=self._now_s, role="scheduler", counters=self.counters | self._moves() | self.service_counters
-                )
-            )
+            self._emit(ev.RoleReport(time_s=self._now_s, role="scheduler", counters=self.all_counters()))
             self._emit(ev.RunEnded(time_s=self._now_s, reason=self.ending))
         return self._step()
 
@@ -233,96 +212,27 @@ class SchedulerCore:
                 return msg.Ack()
 
     def _on_engine(self, sync: msg.EngineSync) -> msg.Reply:
-        if self.state.hosts.get(sync.host) != sync.unit:
-            self._emit(ev.HostJoined(time_s=self._now_s, host=sync.host, unit=sync.unit))
-        self._engines[sync.host] = sync
-        self._host_seen_s[sync.host] = self._now_s
+        self.desk.join(sync, self._now_s)
+        if self.ending is None:
+            self.desk.take_reports(sync, self._now_s)
+            self._settle()  # what these reports allow shows in this reply already
         if self.ending is not None:
             self._told_to_stop.add(f"engine {sync.host}")
             return msg.EngineOrders(published=self.state.published, stop=True)
-        for group_id in sync.started:
-            group = self.state.groups.get(group_id)
-            if group is not None and group.host == sync.host and group.account is Account.LEASED:
-                self._start_group(group_id)
-        for done in sync.done:
-            self._on_group_done(sync.host, done)
-        for failure in sync.failed:
-            self._on_group_failed(sync.host, failure)
-        for result in sync.evals:
-            if self.evaluations.done(result.eval_id) is None:
-                self.counters["late_evals"] += 1
-            else:
-                self._emit(ev.EvalDone(time_s=self._now_s, **msgspec.structs.asdict(result)))
-        self._settle()  # what these reports allow shows in this reply already
-        wanted = sync.ticket_wanted and sync.unit in self._units
+        address = self.desk.units.get(sync.unit)
         return msg.EngineOrders(
-            leases=self._lease(sync.host, sync.free_groups),
-            evals=self._lease_evaluation(sync.host),
+            leases=self.desk.lease(sync.host, sync.free_groups, self._now_s),
+            evals=self.desk.lease_evaluation(sync.host, self._now_s),
             published=self.state.published,
-            ticket=self._ticket(sync.unit, sync.host) if wanted else None,
-            unit_address=self._units.get(sync.unit),
-            stop=self.ending is not None,
+            ticket=self._ticket(sync.unit, sync.host) if sync.ticket_wanted and address is not None else None,
+            unit_address=address,
         )
 
-    def _on_group_done(self, host: str, done: msg.GroupDone) -> None:
-        meta = done.group
-        group = self.state.groups.get(meta.group_id)
-        if group is None:
-            self.counters["late_groups"] += 1
-            self.room.settled(host, meta.group_id)
-            self.room.release(self.state.hosts[host], meta.group_id)
-        elif group.host != host:
-            self.counters["foreign_groups"] += 1
-        elif group.account not in (Account.LEASED, Account.RUNNING):
-            self.counters["duplicate_groups"] += 1
-        else:
-            if group.account is Account.LEASED:
-                self._start_group(meta.group_id)
-            fault = self._fault(meta, host, group.version)
-            if fault is None:
-                self._emit(ev.Ready(time_s=self._now_s, group=meta, episode_retries=done.episode_retries))
-                return
-            self.counters["malformed_groups"] += 1
-            self._emit(
-                ev.Failed(
-                    time_s=self._now_s, group_id=meta.group_id, reason=fault, episode_retries=done.episode_retries
-                )
-            )
-            self.room.release(self.state.hosts[host], meta.group_id)
-
-    def _fault(self, meta: GroupMeta, host: str, leased_version: int) -> str | None:
-        """Why a finished group cannot be trained on; None: it can."""
-        n = self.config.batch.trajectories_per_group
-        if meta.unit != self.state.hosts[host] or len(meta.trajectories) != n:
-            return (
-                f"{len(meta.trajectories)} trajectories on unit {meta.unit}, expected {n} on {self.state.hosts[host]}"
-            )
-        least = self._least_version(leased_version)
-        for index, one in enumerate(meta.trajectories):
-            if one.sampled_tokens < 1:
-                return f"trajectory {index} has no sampled token"
-            if not math.isfinite(one.reward):
-                return f"trajectory {index} has reward {one.reward}"
-            if not least <= one.version_min <= one.version_max <= self.state.published:
-                return (
-                    f"trajectory {index} was sampled by versions {one.version_min} to {one.version_max}, expected "
-                    f"{least} to {self.state.published}"
-                )
-        return None
-
-    def _on_group_failed(self, host: str, failure: msg.GroupFailure) -> None:
-        group = self.state.groups.get(failure.group_id)
-        if group is None or group.host != host or group.account not in (Account.LEASED, Account.RUNNING):
-            self.counters["late_groups"] += 1
-            self.room.settled(host, failure.group_id)
-            return
-        self._emit(ev.Failed(time_s=self._now_s, **msgspec.structs.asdict(failure)))
-
     def _on_storage(self, sync: msg.StorageSync) -> msg.Reply:
-        self._units[sync.unit] = sync.address
+        self.desk.units[sync.unit] = sync.address
         if self.ending is not None:
             self._told_to_stop.add(f"storage {sync.unit}")
-        release = self.room.orders(sync.unit)
+        release = self.desk.room.orders(sync.unit)
         return msg.StorageOrders(ticket_key=self._ticket_key, release=release, stop=self.ending is not None)
 
     def _on_chunk(self, token: Hashable, request: msg.ChunkHeld) -> msg.Reply | None:
@@ -414,7 +324,7 @@ class SchedulerCore:
                 )
             )
             for planned in plan.groups:
-                self.room.release(planned.unit, planned.group_id)
+                self.desk.room.release(planned.unit, planned.group_id)
 
     def _publish(self) -> None:
         version = self.training.newest_whole(at_most=self.state.version)
@@ -422,7 +332,7 @@ class SchedulerCore:
             return
         self.training.forget_written(version)
         self._emit(ev.Published(time_s=self._now_s, version=version))
-        self.evaluations.published(version, len(self._engines))
+        self.evaluations.published(version, len(self.desk.seen_s))
 
     def _admit(self) -> None:
         state, admission = self.state, self.config.admission
@@ -471,95 +381,13 @@ class SchedulerCore:
 
     def _plan_reply(self, plan: MiniBatchPlan, peer: str) -> msg.PlanReply | None:
         units = sorted({group.unit for group in plan.groups})
-        if any(unit not in self._units for unit in units):
+        if any(unit not in self.desk.units for unit in units):
             return None  # a unit that has not said where it is yet will within its first sync
         return msg.PlanReply(
             plan=plan,
-            units={unit: self._units[unit] for unit in units},
+            units={unit: self.desk.units[unit] for unit in units},
             tickets={unit: self._ticket(unit, peer) for unit in units},
         )
-
-    # --- leases ----------------------------------------------------------------------------------------------------------
-
-    def _least_version(self, published: int) -> int:
-        """Colocated leases are sampled by the weights of their train batch's start, others by whatever the host holds."""
-        every = self.config.batch.mini_batches
-        return every * (published // every) if self.config.admission.schedule == "colocated" else 0
-
-    def _lease(self, host: str, free_groups: int) -> tuple[msg.Lease, ...]:
-        leases: list[msg.Lease] = []
-        state = self.state
-        while self.ending is None and len(leases) < free_groups and self.room.fits(host, state):
-            kind = self.gate.next_kind(state, lambda k: self.prompts.peek(k, state.busy) is not None)
-            if kind is None:
-                break
-            entry = self.prompts.peek(kind, state.busy)
-            assert entry is not None
-            prompt_id, epoch = entry
-            group_id = state.next_group_id
-            self._emit(
-                ev.Leased(
-                    time_s=self._now_s,
-                    group_id=group_id,
-                    prompt_id=prompt_id,
-                    epoch=epoch,
-                    attributes=self.prompts.attributes[prompt_id],
-                    host=host,
-                    version=state.published,
-                )
-            )
-            heapq.heappush(self._deadlines, (self._now_s + self.config.admission.lease_timeout_s, group_id))
-            leases.append(
-                msg.Lease(group_id=group_id, prompt_id=prompt_id, least_version=self._least_version(state.published))
-            )
-        return tuple(leases)
-
-    def _start_group(self, group_id: int) -> None:
-        self._emit(ev.Started(time_s=self._now_s, group_id=group_id))
-        heapq.heappush(self._deadlines, (self._now_s + self.config.admission.lease_timeout_s, group_id))
-
-    def _expire_leases(self) -> None:
-        timeout_s = self.config.admission.lease_timeout_s
-        while self._deadlines and self._deadlines[0][0] <= self._now_s:
-            _, group_id = heapq.heappop(self._deadlines)
-            group = self.state.groups.get(group_id)
-            if group is None or group.account not in (Account.LEASED, Account.RUNNING):
-                continue
-            if self._now_s - group.since_s < timeout_s:
-                continue  # it started since: a later entry watches it
-            silent_s = self._now_s - self._host_seen_s.get(group.host, self._now_s)
-            if silent_s >= min(timeout_s, self.config.control.rpc_timeout_s):
-                reason = f"host {group.host} was silent for {silent_s:.1f} s"
-                self._emit(ev.Lost(time_s=self._now_s, group_id=group_id, reason=reason))
-            else:
-                reason = f"not done {timeout_s:g} s after it became {group.account}"
-                self.room.orphan(group.host, group_id, self._now_s + timeout_s)
-                self._emit(ev.Expired(time_s=self._now_s, group_id=group_id, reason=reason))
-        self.room.forget_orphans(self._now_s)
-
-    def _lease_evaluation(self, host: str) -> tuple[msg.EvalLease, ...]:
-        if self.ending is not None or self.state.published < 0:
-            return ()
-        lease = self.evaluations.lease(host, self.state.published, self._now_s)
-        if lease is None:
-            return ()
-        self._emit(
-            ev.EvalLeased(
-                time_s=self._now_s,
-                eval_id=lease.eval_id,
-                host=host,
-                version=lease.version,
-                prompt_ids=lease.share.prompt_ids,
-            )
-        )
-        return (msg.EvalLease(eval_id=lease.eval_id, version=lease.version, prompt_ids=lease.share.prompt_ids),)
-
-    def _expire_evaluations(self) -> None:
-        for lease in self.evaluations.expire(self._now_s):
-            reason = f"not done in time on host {lease.host}"
-            self._emit(ev.EvalExpired(time_s=self._now_s, eval_id=lease.eval_id, reason=reason))
-            if lease.share.final and lease.share.attempts + 1 >= MAX_ATTEMPTS:
-                self.end(f"error: the final evaluation was leased {MAX_ATTEMPTS} times and did not come back in time")
 
     def _check_starvation(self) -> None:
         """The trainer has nothing to do, and what is missing has not become less, for `starvation_s`."""
@@ -580,65 +408,28 @@ class SchedulerCore:
     # --- status and end --------------------------------------------------------------------------------------------------
 
     def status(self) -> msg.Status:
-        """The live table's figures; staleness in updates, over all trajectories consumed so far."""
-        figures, state = self.figures, self.state
-        staleness = figures.staleness_means()
-        version, questions, exact = figures.heldout
-        return msg.Status(
-            figures={
-                "update": float(state.version),
-                "updates": float(self.config.train.updates),
-                "train_step": float(state.version // self.config.batch.mini_batches),
-                "published": float(state.published),
-                "reward_mean": figures.rewards[-1] if figures.rewards else 0.0,
-                "heldout_exact": exact / questions if questions else 0.0,
-                "heldout_questions": float(questions),
-                "heldout_version": float(version),
-                "gap_mean": staleness.gap,
-                "worst_mean": staleness.worst,
-                "in_flight_mean": staleness.in_flight,
-                "in_queue_mean": staleness.in_queue,
-                "architectural_mean": staleness.architectural,
-                "wait_data_s": figures.waits_s["data"],
-                "wait_groups_s": figures.waits_s["groups"],
-                "tokens_per_s": figures.tokens_per_s,
-                "payload_pulled": float(figures.pulled_bytes),
-                "payload_unique": float(figures.unique_bytes),
-                "parked": float(len(self._parked)),
-                **self._moves(),
-                **self.service_counters,
-            },
-            accounts=state.accounts.as_dict(),
-            waiting_for=self._waits_for(),
-            ended=self.ending,
+        """The live table's figures."""
+        return live_status(
+            self.config, self.state, self.figures, self.training, self.waiting, self.ending, self.all_counters()
         )
 
-    def _waits_for(self) -> str:
-        if self.ending is not None:
-            return "the end"
-        if self.training.incarnation < 0:
-            return f"training processes ({len(self.training.pids)} of {self.training.processes} are there)"
-        if self.state.published < 0:
-            return "the initial weights"
-        if self.waiting is not None and not self.state.plans:
-            return str(self.waiting)
-        if self.state.version == self.config.train.updates:
-            return "the final evaluation" if self.state.published == self.state.version else "the final weights"
-        return f"the trainer (update {self.state.version})" if self.state.plans else "rollout hosts"
-
-    def _moves(self) -> dict[str, float]:
+    def all_counters(self) -> dict[str, float]:
+        """Everything that the scheduler counts, by name."""
         return {
             "episode_retries": float(self.state.retries),
             "goes": float(self.training.goes),
             "eval_leases_expired": float(self.evaluations.leases_expired),
             "eval_shares_superseded": float(self.evaluations.shares_superseded),
+            **self.counters,
+            **self.desk.counters,
+            **self.service_counters,
         }
 
     def _may_finish(self) -> bool:
         """Every role that was there has been told and has handed in its last report, and a status said so; or time is up."""
         if self._now_s - self._ending_since_s >= self.config.launch.stop_timeout_s:
             return True
-        roles = len(self._engines) + len(self._units) + len(self.training.pids)
+        roles = len(self.desk.seen_s) + len(self.desk.units) + len(self.training.pids)
         return self._status_served and len(self._told_to_stop) >= roles and len(self._reported) >= roles
 
     # --- small things ----------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from knittrans_jax.admission.log import EventLog
 from knittrans_jax.admission.scheduler import Layout, SchedulerCore, Step
 from knittrans_jax.config import Config
 from knittrans_jax.launch.messages import Request
-from knittrans_jax.trajectory import TRAJECTORY_BYTES_PER_TOKEN
+from knittrans_jax.rollout.tasks.base import max_group_bytes
+from knittrans_jax.rollout.tasks.registry import load_task
 from knittrans_jax.transfer import tickets
 from knittrans_jax.transfer.control import ControlServer
 from knittrans_jax.transfer.plan import layout_mini_batch
@@ -50,7 +51,6 @@ def run_scheduler(config: Config, run_dir: Path, stop: threading.Event | None = 
         ConfigError: no batch of this task's prompts can meet the rules, or storage is too small.
         RunFailed: the run ended with an error.
     """
-    from knittrans_jax.rollout.tasks import load_task
 
     task = load_task(config.task, config.seed)
     core = SchedulerCore(
@@ -58,7 +58,7 @@ def run_scheduler(config: Config, run_dir: Path, stop: threading.Event | None = 
         train_prompts=[(prompt.prompt_id, prompt.attributes) for prompt in task.prompts("train")],
         heldout_prompts=[prompt.prompt_id for prompt in task.prompts("heldout")],
         layout=bind_layout(config),
-        group_bytes=worst_group_bytes(config, task.media_bytes_per_group),
+        group_bytes=max_group_bytes(task.limits, config.batch.trajectories_per_group, config.rollout.cache_tokens),
         ticket_key=tickets.new_key(),
     )
     if stop is None:
@@ -121,12 +121,6 @@ def bind_layout(config: Config) -> Layout:
         chunk_micro_batches=train.chunk_micro_batches,
         encoder_row_patches=train.encoder_row_patches,
     )
-
-
-def worst_group_bytes(config: Config, media_bytes: int) -> int:
-    """The most payload bytes of one group: `n` trajectories that fill their cache, and `media_bytes` of images."""
-    tokens = config.batch.trajectories_per_group * config.rollout.cache_tokens
-    return tokens * TRAJECTORY_BYTES_PER_TOKEN + media_bytes
 
 
 def check_no_payload_fields() -> None:

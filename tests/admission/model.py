@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 
 from knittrans_jax.admission import events as ev
-from knittrans_jax.admission.scheduler import SchedulerCore
+from knittrans_jax.admission.scheduler import SchedulerCore, Step
 from knittrans_jax.config import Config, parse_config
 from knittrans_jax.launch import messages as msg
 from knittrans_jax.trajectory import GroupMeta, MediaMeta, TrajectoryMeta
@@ -140,7 +140,7 @@ class Model:
 
     # --- plumbing ------------------------------------------------------------------------------------------------------
 
-    def _take(self, step) -> None:
+    def _take(self, step: Step) -> None:
         self.events.extend(step.events)
         for token, reply in step.replies:
             assert token not in self._answers, "one reply per request"

@@ -1,0 +1,223 @@
+"""The scheduler's desk for rollout hosts: what engines and storage units report, and the work they are given. Pure.
+
+What it guarantees:
+
+* a group is leased only where the launch gate and the unit's storage allow it, and never while its prompt is busy;
+* a finished group is taken once, from the host that has it; what cannot be trained on fails with a stated reason; duplicate,
+  late and foreign reports change nothing, are counted, and their payload is released where nobody needs it;
+* every lease has a deadline, counted anew when the group starts; after it the group is `expired` (`lost`, if the host itself
+  has gone silent) and its prompt is leased again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from knittrans_jax.admission import events as ev
+from knittrans_jax.admission.accounts import Account
+from knittrans_jax.admission.evaluation import MAX_ATTEMPTS, Evaluations
+from knittrans_jax.admission.gate import LaunchGate
+from knittrans_jax.admission.prompts import PromptOrder
+from knittrans_jax.admission.state import AdmissionState
+from knittrans_jax.admission.storage_room import StorageRoom
+from knittrans_jax.config import Config
+from knittrans_jax.launch import messages as msg
+from knittrans_jax.trajectory import GroupMeta
+
+COUNTERS = ("late_groups", "duplicate_groups", "foreign_groups", "malformed_groups", "late_evals")
+"""What hosts reported and what changed nothing (malformed groups: failed), by reason."""
+IN_FLIGHT = (Account.LEASED, Account.RUNNING)
+
+
+class RolloutDesk:
+    """See the module's opening. `emit` takes an event into the log and the state at once."""
+
+    def __init__(
+        self,
+        config: Config,
+        state: AdmissionState,
+        prompts: PromptOrder,
+        gate: LaunchGate,
+        evaluations: Evaluations,
+        group_bytes: int,
+        emit: Callable[[ev.AnyEvent], None],
+    ) -> None:
+        """`group_bytes`: the most payload bytes of one group."""
+        self.config, self.state, self.prompts, self.gate = config, state, prompts, gate
+        self.evaluations = evaluations
+        self.room = StorageRoom(config.rollout.storage_bytes // group_bytes)
+        self.units: dict[str, str] = {}
+        """Address by storage unit."""
+        self.seen_s: dict[str, float] = {}
+        """When each host's engine spoke last."""
+        self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
+        self._emit = emit
+        self._deadlines: list[tuple[float, int]] = []
+
+    # --- reports -------------------------------------------------------------------------------------------------------
+
+    def join(self, sync: msg.EngineSync, now_s: float) -> None:
+        """Notes the host."""
+        if self.state.hosts.get(sync.host) != sync.unit:
+            self._emit(ev.HostJoined(time_s=now_s, host=sync.host, unit=sync.unit))
+        self.seen_s[sync.host] = now_s
+
+    def take_reports(self, sync: msg.EngineSync, now_s: float) -> None:
+        """Takes in what an engine started, finished and gave up."""
+        for group_id in sync.started:
+            group = self.state.groups.get(group_id)
+            if group is not None and group.host == sync.host and group.account is Account.LEASED:
+                self._start(group_id, now_s)
+        for done in sync.done:
+            self._done(sync.host, done, now_s)
+        for failure in sync.failed:
+            self._failed(sync.host, failure, now_s)
+        for result in sync.evals:
+            if self.evaluations.done(result.eval_id) is None:
+                self.counters["late_evals"] += 1
+            else:
+                self._emit(ev.EvalDone(time_s=now_s, **msgspec.structs.asdict(result)))
+
+    def _start(self, group_id: int, now_s: float) -> None:
+        self._emit(ev.Started(time_s=now_s, group_id=group_id))
+        heapq.heappush(self._deadlines, (now_s + self.config.admission.lease_timeout_s, group_id))
+
+    def _done(self, host: str, done: msg.GroupDone, now_s: float) -> None:
+        meta, unit = done.group, self.state.hosts[host]
+        group = self.state.groups.get(meta.group_id)
+        if group is None:
+            self.counters["late_groups"] += 1
+            self.room.settled(host, meta.group_id)
+            self.room.release(unit, meta.group_id)
+        elif group.host != host:
+            self.counters["foreign_groups"] += 1
+        elif group.account not in IN_FLIGHT:
+            self.counters["duplicate_groups"] += 1
+        else:
+            if group.account is Account.LEASED:
+                self._start(meta.group_id, now_s)
+            fault = self._fault(meta, unit, group.version)
+            if fault is None:
+                self._emit(ev.Ready(time_s=now_s, group=meta, episode_retries=done.episode_retries))
+                return
+            self.counters["malformed_groups"] += 1
+            self._emit(
+                ev.Failed(time_s=now_s, group_id=meta.group_id, reason=fault, episode_retries=done.episode_retries)
+            )
+            self.room.release(unit, meta.group_id)
+
+    def _failed(self, host: str, failure: msg.GroupFailure, now_s: float) -> None:
+        group = self.state.groups.get(failure.group_id)
+        if group is None or group.account not in IN_FLIGHT:
+            self.counters["late_groups"] += 1
+            self.room.settled(host, failure.group_id)
+        elif group.host != host:
+            self.counters["foreign_groups"] += 1
+        else:
+            self._emit(ev.Failed(time_s=now_s, **msgspec.structs.asdict(failure)))
+
+    def _fault(self, meta: GroupMeta, unit: str, leased_version: int) -> str | None:
+        """Why a finished group cannot be trained on; None: it can."""
+        n, longest = self.config.batch.trajectories_per_group, self.config.rollout.cache_tokens
+        if meta.unit != unit or len(meta.trajectories) != n:
+            return f"{len(meta.trajectories)} trajectories on unit {meta.unit}, expected {n} on {unit}"
+        least = self._least_version(leased_version)
+        for index, one in enumerate(meta.trajectories):
+            if not 1 <= one.sampled_tokens <= one.length_tokens <= longest:
+                return (
+                    f"trajectory {index} has {one.sampled_tokens} sampled of {one.length_tokens} tokens, expected at least "
+                    f"one and at most rollout.cache_tokens = {longest}"
+                )
+            if not math.isfinite(one.reward):
+                return f"trajectory {index} has reward {one.reward}"
+            if not least <= one.version_min <= one.version_max <= self.state.published:
+                return (
+                    f"trajectory {index} was sampled by versions {one.version_min} to {one.version_max}, expected "
+                    f"{least} to {self.state.published}"
+                )
+            if not all(0 <= image < len(meta.media) for image in one.media):
+                return f"trajectory {index} refers to images {one.media} of {len(meta.media)}"
+        return None
+
+    # --- work ------------------------------------------------------------------------------------------------------------
+
+    def lease(self, host: str, free_groups: int, now_s: float) -> tuple[msg.Lease, ...]:
+        """Up to `free_groups` leases for a host."""
+        leases: list[msg.Lease] = []
+        state = self.state
+        while len(leases) < free_groups and self.room.fits(host, state):
+            kind = self.gate.next_kind(state, lambda k: self.prompts.peek(k, state.busy) is not None)
+            entry = None if kind is None else self.prompts.peek(kind, state.busy)
+            if entry is None:
+                break
+            prompt_id, epoch = entry
+            group_id, version = state.next_group_id, state.published
+            self._emit(
+                ev.Leased(
+                    time_s=now_s,
+                    group_id=group_id,
+                    prompt_id=prompt_id,
+                    epoch=epoch,
+                    attributes=self.prompts.attributes[prompt_id],
+                    host=host,
+                    version=version,
+                )
+            )
+            heapq.heappush(self._deadlines, (now_s + self.config.admission.lease_timeout_s, group_id))
+            least = self._least_version(version)
+            leases.append(msg.Lease(group_id=group_id, prompt_id=prompt_id, least_version=least))
+        return tuple(leases)
+
+    def _least_version(self, published: int) -> int:
+        """Colocated leases are sampled by the weights of their train batch's start, others by whatever the host holds."""
+        every = self.config.batch.mini_batches
+        return every * (published // every) if self.config.admission.schedule == "colocated" else 0
+
+    def lease_evaluation(self, host: str, now_s: float) -> tuple[msg.EvalLease, ...]:
+        """A share of the evaluation that is due, at the newest published version."""
+        lease = self.evaluations.lease(host, self.state.published, now_s) if self.state.published >= 0 else None
+        if lease is None:
+            return ()
+        self._emit(
+            ev.EvalLeased(
+                time_s=now_s,
+                eval_id=lease.eval_id,
+                host=host,
+                version=lease.version,
+                prompt_ids=lease.share.prompt_ids,
+            )
+        )
+        return (msg.EvalLease(eval_id=lease.eval_id, version=lease.version, prompt_ids=lease.share.prompt_ids),)
+
+    # --- deadlines ---------------------------------------------------------------------------------------------------------
+
+    def expire(self, now_s: float) -> str | None:
+        """Ends leases past their deadline -> why the run cannot go on, or None."""
+        self._expire_groups(now_s)
+        for lease in self.evaluations.expire(now_s):
+            reason = f"not done in time on host {lease.host}"
+            self._emit(ev.EvalExpired(time_s=now_s, eval_id=lease.eval_id, reason=reason))
+            if lease.share.final and lease.share.attempts + 1 >= MAX_ATTEMPTS:
+                return f"the final evaluation was leased {MAX_ATTEMPTS} times and did not come back in time"
+        return None
+
+    def _expire_groups(self, now_s: float) -> None:
+        timeout_s = self.config.admission.lease_timeout_s
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            deadline_s, group_id = heapq.heappop(self._deadlines)
+            group = self.state.groups.get(group_id)
+            if group is None or group.account not in IN_FLIGHT or group.since_s + timeout_s > deadline_s:
+                continue  # at its end, or it started since and a later entry watches it
+            silent_s = now_s - self.seen_s.get(group.host, now_s)
+            if silent_s >= min(timeout_s, self.config.control.rpc_timeout_s):
+                reason = f"host {group.host} was silent for {silent_s:.1f} s"
+                self._emit(ev.Lost(time_s=now_s, group_id=group_id, reason=reason))
+            else:
+                reason = f"not done {timeout_s:g} s after it became {group.account}"
+                self.room.orphan(group.host, group_id, now_s + timeout_s)
+                self._emit(ev.Expired(time_s=now_s, group_id=group_id, reason=reason))
+        self.room.forget_orphans(now_s)

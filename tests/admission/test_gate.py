@@ -1,0 +1,138 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from knittrans_jax.admission import events as ev
+from knittrans_jax.admission.accounts import Account
+from knittrans_jax.admission.gate import LaunchGate
+from knittrans_jax.admission.policy import MiniBatchPolicy
+from knittrans_jax.admission.rules import Quota, Rules
+from knittrans_jax.admission.state import AdmissionState
+
+from .model import make_group
+from .test_policy import admit
+from .test_rules import VALUES, Case, feasible_rules
+from .test_state import consumed
+
+EXACT = Rules(8, 4, "domain", {"a": Quota(6, 6), "b": Quota(2, 2)})
+A, B = ("a",), ("b",)
+
+
+def published(state: AdmissionState, version: int = 0) -> AdmissionState:
+    state.apply(ev.Published(time_s=0, version=version))
+    return state
+
+
+def lease(state: AdmissionState, kind: tuple[str, ...]) -> int:
+    group_id = state.next_group_id
+    state.apply(
+        ev.Leased(
+            time_s=0,
+            group_id=group_id,
+            prompt_id=f"p{group_id}",
+            epoch=0,
+            attributes={"domain": kind[0]} if kind else {},
+            host="h",
+            version=state.published,
+        )
+    )
+    return group_id
+
+
+def launch_all(gate: LaunchGate, state: AdmissionState) -> dict[tuple[str, ...], int]:
+    while (kind := gate.next_kind(state, lambda _: True)) is not None:
+        lease(state, kind)
+    return dict(state.accounts.live_by_kind)
+
+
+def test_nothing_is_launched_before_the_first_version():
+    assert not LaunchGate(EXACT, 4).allows(AdmissionState(EXACT), A)
+
+
+def test_without_look_ahead_exactly_one_batch_is_launched_per_domain():
+    assert launch_all(LaunchGate(EXACT, 0), published(AdmissionState(EXACT))) == {A: 6, B: 2}
+
+
+def test_uniform_look_ahead_is_shared_by_quota_and_bounded_in_all():
+    assert launch_all(LaunchGate(EXACT, 4), published(AdmissionState(EXACT))) == {A: 9, B: 3}
+    live = launch_all(LaunchGate(EXACT, 1), published(AdmissionState(EXACT)))
+    assert sum(live.values()) == 9
+
+
+def test_look_ahead_per_domain_goes_to_that_domain():
+    assert launch_all(LaunchGate(EXACT, {"b": 3}), published(AdmissionState(EXACT))) == {A: 6, B: 5}
+
+
+def test_the_gate_opens_at_train_batch_boundaries_only():
+    gate = LaunchGate(EXACT, 0)
+    assert [gate.domain_limit(A, version) for version in (0, 3, 4, 7, 8)] == [6, 6, 12, 12, 18]
+    assert [gate.total_limit(version) for version in (0, 3, 4)] == [8, 8, 16]
+
+
+def test_a_failed_group_s_place_is_launched_again():
+    state = published(AdmissionState(EXACT))
+    gate = LaunchGate(EXACT, 0)
+    launch_all(gate, state)
+    assert not gate.allows(state, A)
+    state.apply(ev.Failed(time_s=0, group_id=0, reason="", episode_retries=0))
+    first = state.accounts.live_by_kind
+    assert sum(first.values()) == 7
+    assert sum(launch_all(gate, state).values()) == 8
+
+
+def test_a_range_never_takes_the_places_that_another_s_minimum_needs():
+    rules = Rules(4, 2, "domain", {"a": Quota(0, 4), "b": Quota(2, 4)})
+    state, gate = published(AdmissionState(rules)), LaunchGate(rules, 1)
+    while gate.allows(state, A):
+        lease(state, A)
+    assert state.accounts.live_by_kind[A] == 3  # two for the batch, one of look-ahead
+    assert gate.allows(state, B)
+
+
+def test_beyond_the_run_s_last_batch_only_what_finishes_it_is_launched():
+    rules = Rules(2, 2, None, {})
+    state, gate = published(AdmissionState(rules)), LaunchGate(rules, 5, train_steps=1)
+    assert launch_all(gate, state) == {(): 2}
+
+
+@given(feasible_rules(), st.integers(0, 3), st.data())
+def test_gate_and_admission_together_never_get_stuck(case: Case, look_ahead: int, data: st.DataObject):
+    """Whatever order kinds are launched in and groups finish or fail in, every batch of the run gets finished."""
+    rules, _ = case
+    values = VALUES[: len(rules.quotas)]
+    steps = 3
+    gate, policy = LaunchGate(rules, look_ahead, train_steps=steps), MiniBatchPolicy()
+    state = published(AdmissionState(rules))
+    failures = data.draw(st.integers(0, 3))
+    publish_each = data.draw(st.booleans())
+    while state.version < steps * rules.mini_batches:
+        choice = policy.next_mini_batch(state) if state.admitted_updates < steps * rules.mini_batches else None
+        flying = [g for g in state.groups.values() if g.account in (Account.LEASED, Account.RUNNING)]
+        launchable = [(value,) for value in values if gate.allows(state, (value,))]
+        options = ["launch"] * bool(launchable) + ["finish"] * bool(flying) + ["train"] * bool(state.plans)
+        if isinstance(choice, tuple) and len(state.plans) <= 1:
+            options.append("admit")
+        assert options, f"stuck: {choice}, {state.accounts.as_dict()}, {state.accounts.pool_by_kind}"
+        what = data.draw(st.sampled_from(options))
+        if what == "launch":
+            lease(state, data.draw(st.sampled_from(launchable)))
+        elif what == "finish":
+            group = data.draw(st.sampled_from(flying))
+            if failures and data.draw(st.booleans()):
+                failures -= 1
+                state.apply(ev.Failed(time_s=0, group_id=group.group_id, reason="", episode_retries=0))
+            else:
+                state.apply(ev.Started(time_s=0, group_id=group.group_id))
+                meta = make_group(group.group_id, "h", (0, 0), 0)
+                state.apply(ev.Ready(time_s=0, group=meta, episode_retries=0))
+        elif what == "admit":
+            assert isinstance(choice, tuple)
+            admit(state, [g.group_id for g in choice])
+        else:
+            plan = next(iter(state.plans.values()))
+            state.apply(consumed(plan.plan_id, plan.update))
+            if publish_each or state.version % rules.mini_batches == 0:
+                state.apply(ev.Published(time_s=0, version=state.version))
+        state.accounts.check()
+        assert state.accounts.live <= gate.total_limit(state.published)
+        for value in values:
+            assert state.accounts.live_by_kind[(value,)] <= gate.domain_limit((value,), state.published)
