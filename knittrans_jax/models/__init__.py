@@ -12,12 +12,16 @@ Everything here is pure: jit, grad and sharding are the caller's. `mrope_positio
 `knittrans_jax.encoding.patches` are numpy and prepare the inputs on the host.
 """
 
-from knittrans_jax.models.cache import KVCache, copy_slots, init_cache, reset_slots
-from knittrans_jax.models.config import PRESETS, ModelConfig, TextConfig, VisionConfig, parameter_count, preset
-from knittrans_jax.models.decoder import Decoder
-from knittrans_jax.models.model import Model, Params, abstract_model, build_model, decoder_apply, encoder_apply
-from knittrans_jax.models.positions import mrope_positions
-from knittrans_jax.models.vision import VisionEncoder, normalise_pixels
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from knittrans_jax.models.cache import KVCache, copy_slots, init_cache, reset_slots
+    from knittrans_jax.models.config import PRESETS, ModelConfig, TextConfig, VisionConfig, parameter_count, preset
+    from knittrans_jax.models.decoder import Decoder
+    from knittrans_jax.models.model import Model, Params, abstract_model, build_model, decoder_apply, encoder_apply
+    from knittrans_jax.models.positions import mrope_positions
+    from knittrans_jax.models.vision import VisionEncoder, normalise_pixels
 
 __all__ = [
     "PRESETS",
@@ -41,3 +45,33 @@ __all__ = [
     "preset",
     "reset_slots",
 ]
+
+_HOME = {
+    "Decoder": "decoder",
+    "KVCache": "cache",
+    "Model": "model",
+    "ModelConfig": "config",
+    "PRESETS": "config",
+    "Params": "model",
+    "TextConfig": "config",
+    "VisionConfig": "config",
+    "VisionEncoder": "vision",
+    "abstract_model": "model",
+    "build_model": "model",
+    "copy_slots": "cache",
+    "decoder_apply": "model",
+    "encoder_apply": "model",
+    "init_cache": "cache",
+    "mrope_positions": "positions",
+    "normalise_pixels": "vision",
+    "parameter_count": "config",
+    "preset": "config",
+    "reset_slots": "cache",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports on first use: whoever only asks for a preset's sizes (`knittrans check`, the launcher) never loads JAX."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

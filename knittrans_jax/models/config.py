@@ -147,7 +147,7 @@ PRESETS: dict[str, ModelConfig] = {
             kv_heads=2,
             head_dim=16,
             mlp_dim=192,
-            rope_theta=10_000.0,
+            rope_theta=100.0,  # trajectories of some fifty tokens
             mrope_section=(4, 2, 2),
             tie_embeddings=False,
         ),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from knittrans_jax.config import ObjectiveConfig
 from knittrans_jax.train.advantages import group_advantages
 from knittrans_jax.train.objective import objective_sums, score_tokens

@@ -1,0 +1,221 @@
+"""A training process: join the group, then turn chunks into updates until there is no further plan.
+
+One update, on the main thread, in the order that every process of the group follows:
+
+1. take chunk 0 from the loader: its rows are here, and the scheduler says that every process holds theirs;
+2. encode the mini-batch's unique images (when it has any);
+3. accumulate chunk by chunk, while the loader's thread brings the next one;
+4. finish: one encoder backward, sums over shards, clip, update: version V becomes V + 1;
+5. copy the new weights to the host when they are to be published (a thread writes them), and report the update.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from knittrans_jax.config import Config
+from knittrans_jax.launch import messages as msg
+from knittrans_jax.observe.compilations import CompilationCounter
+from knittrans_jax.rollout.tasks.registry import load_task
+from knittrans_jax.train.advantages import group_advantages
+from knittrans_jax.train.setup import TrainSetup, join_process_group, make_mesh, set_up_training
+from knittrans_jax.train.state import TrainState
+from knittrans_jax.train.step import Sums
+from knittrans_jax.transfer.control import ControlClient
+from knittrans_jax.transfer.loader import Chunk, ChunkLoader, LoaderOptions, split_wait
+from knittrans_jax.transfer.pack import copies_layout
+from knittrans_jax.transfer.weights import WeightWriter
+
+
+def run_train(config: Config, run_dir: Path, index: int) -> None:
+    """Training process `index`, from registration to the scheduler's word that there is no further plan.
+
+    Raises:
+        LoaderError, ControlError, WeightsError: what could not be brought, said or written, and why.
+    """
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    compilations = CompilationCounter()
+    join_process_group(config, index)
+    task = load_task(config.task, config.seed)
+    setup = set_up_training(config, task, make_mesh(config))
+    control_file = run_dir / "control.json"
+
+    def connect(name: str) -> ControlClient:
+        return ControlClient(
+            control_file,
+            name,
+            config.control.rpc_timeout_s,
+            start_timeout_s=config.control.start_timeout_s,
+            stopped=stop.is_set,
+        )
+
+    control, publishing = connect(f"train{index}"), connect(f"train{index}.weights")
+    hello = msg.TrainHello(process=index, processes=config.train.processes, pid=os.getpid())
+    welcome = control.call(hello, overall_s=config.train.start_timeout_s)
+    assert isinstance(welcome, msg.TrainWelcome), welcome
+    incarnation = welcome.incarnation
+
+    def on_written(version: int) -> None:
+        publishing.call(msg.WeightsWritten(process=index, incarnation=incarnation, version=version))
+
+    writer = WeightWriter(run_dir / "weights", index, config.train.processes, on_written)
+    loader = ChunkLoader(
+        LoaderOptions(
+            open_scheduler=lambda stopped: ControlClient(
+                control_file, f"train{index}.loader", config.control.rpc_timeout_s, stopped=stopped
+            ),
+            process=index,
+            incarnation=incarnation,
+            peer=f"train{index}",
+            chunk_sharding=setup.programs.chunk_sharding,
+            image_sharding=setup.programs.image_sharding,
+            advantages=lambda rewards: group_advantages(rewards, config.train.objective.normalise_advantage),
+            spec=setup.pack_spec,
+            encoder_mode=config.train.encoder_mode,
+            prefetch_chunks=config.train.prefetch_chunks,
+            pull_timeout_s=config.control.pull_timeout_s,
+            pull_retries=config.control.pull_retries,
+        )
+    )
+    trainer = Trainer(config, setup, index, incarnation, compilations, control, writer)
+    try:
+        trainer.publish()
+        for chunk in _timed(loader, trainer):
+            trainer.take(chunk)
+            if stop.is_set():
+                break
+    finally:
+        loader.close()
+    writer.close()
+    control.call(
+        msg.Report(
+            role=f"train{index}",
+            counters={
+                "compilations": compilations.count,
+                "compile_s": compilations.seconds,
+                "weight_stall_s": writer.stall_s,
+                "weight_bytes": writer.written_bytes,
+            },
+        )
+    )
+    control.close()
+    publishing.close()
+
+
+class Trainer:
+    """The state between chunks: parameters, this mini-batch's sums, and what was waited for."""
+
+    def __init__(
+        self,
+        config: Config,
+        setup: TrainSetup,
+        process: int,
+        incarnation: int,
+        compilations: CompilationCounter,
+        control: ControlClient,
+        writer: WeightWriter,
+    ) -> None:
+        """Begins at version 0."""
+        self.config = config
+        self.programs = setup.programs
+        self.state: TrainState = setup.state
+        self.version = 0
+        self.waits_s: dict[str, float] = collections.defaultdict(float)
+        self._process, self._incarnation = process, incarnation
+        self._compilations, self._control, self._writer = compilations, control, writer
+        self._table: jax.Array | None = None
+        self._images: Any = None
+        self._sums: Sums | None = None
+        self._pulled_bytes = 0
+        self._began_s = 0.0
+
+    def take(self, chunk: Chunk) -> None:
+        """Accumulates a chunk; the last one of a mini-batch is followed by the update, its report and publication."""
+        params = self.state.params
+        naive = self.config.train.encoder_mode == "per_micro_batch" and chunk.images is not None
+        if chunk.first:
+            self._began_s = time.monotonic()
+            self._images = None if naive else chunk.images
+            self._table = None if self._images is None else self.programs.encode(params, self._images)
+            self._sums = self.programs.start(params, 0 if self._table is None else self._table.shape[0], naive)
+        self._pulled_bytes += chunk.pulled_bytes
+        if naive:
+            self._sums = self.programs.accumulate_naive(params, chunk.images, chunk.arrays, self._sums)
+        else:
+            self._sums = self.programs.accumulate(params, self._table, chunk.arrays, self._sums)
+        if chunk.last:
+            self._update(chunk)
+
+    def publish(self) -> None:
+        """Hands the current weights to the writer, when the configuration publishes this version."""
+        every = self.config.batch.mini_batches if self.config.train.publish == "train_batch" else 1
+        if self.version % every == 0:
+            self._writer.write(self.version, self.state.params)
+
+    def _update(self, chunk: Chunk) -> None:
+        plan = chunk.plan
+        self.state, figures = self.programs.finish(
+            self.state, self._images, self._sums, np.float32(plan.sampled_tokens)
+        )
+        self._table = self._images = self._sums = None
+        metrics = {name: float(value) for name, value in jax.device_get(figures).items()}
+        self.version = plan.update + 1
+        metrics |= self._plan_metrics(chunk) | {"update_s": time.monotonic() - self._began_s}
+        done = msg.UpdateDone(
+            process=self._process,
+            incarnation=self._incarnation,
+            plan_id=plan.plan_id,
+            version=self.version,
+            metrics=metrics,
+            waits_s={"data": self.waits_s["data"], "groups": self.waits_s["groups"]},
+            pulled_bytes=self._pulled_bytes,
+            compilations=self._compilations.count,
+        )
+        self._control.call(done)
+        self.publish()
+        self.waits_s.clear()
+        self._pulled_bytes = 0
+
+    def _plan_metrics(self, chunk: Chunk) -> dict[str, float]:
+        plan = chunk.plan
+        rewards = [reward for group in plan.groups for reward in group.rewards]
+        metrics = {
+            "reward_mean": float(np.mean(rewards)),
+            "micro_batches": float(plan.chunks * plan.chunk_micro_batches),
+            "tokens": float(sum(placement.length for placement in plan.placements)),
+            "images_unique": float(len(plan.images)),
+            "images_referenced": float(sum(len(placement.images) for placement in plan.placements)),
+        }
+        if plan.images:
+            rows = plan.encoder_rows_per_shard
+            if self.config.train.encoder_mode == "per_micro_batch":
+                rows = copies_layout(plan).rows_per_shard * plan.chunks * plan.chunk_micro_batches
+            metrics["encoder_rows"] = float(plan.shards * rows)
+        return metrics
+
+
+def _timed(loader: ChunkLoader, trainer: Trainer) -> Any:
+    """The loader's chunks, noting in `trainer.waits_s` what each was waited for."""
+    while True:
+        began_s = time.monotonic()
+        try:
+            chunk = next(loader)
+        except StopIteration:
+            return
+        groups_s, data_s = split_wait(began_s, time.monotonic(), chunk.plan_arrived_s)
+        trainer.waits_s["groups"] += groups_s
+        trainer.waits_s["data"] += data_s
+        yield chunk
+
+
+__all__ = ["Trainer", "run_train"]

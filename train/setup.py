@@ -1,0 +1,87 @@
+"""A training process's JAX world: its process group, its mesh, its model and its programs, all from the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from knittrans_jax.config import Config, ConfigError
+from knittrans_jax.models import abstract_model, build_model, preset
+from knittrans_jax.rollout.tasks.base import Task
+from knittrans_jax.train.state import TrainState, init_state, make_optimizer
+from knittrans_jax.train.step import StepPrograms
+from knittrans_jax.transfer.pack import PackSpec
+
+
+def join_process_group(config: Config, process: int) -> None:
+    """Initialises JAX for training process `process`; with several processes, waits for all of them.
+
+    Raises:
+        RuntimeError: the group did not form within `train.start_timeout_s` (JAX's own error).
+    """
+    train = config.train
+    if config.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", train.devices_per_process)
+    if train.processes > 1:
+        jax.distributed.initialize(
+            train.coordinator,
+            num_processes=train.processes,
+            process_id=process,
+            initialization_timeout=int(train.start_timeout_s),
+            heartbeat_timeout_seconds=int(train.heartbeat_timeout_s),
+        )
+    if jax.local_device_count() != train.devices_per_process:
+        raise ConfigError(
+            f"train.devices_per_process: {train.devices_per_process}, but process {process} has "
+            f"{jax.local_device_count()} {config.platform} devices"
+        )
+
+
+def make_mesh(config: Config) -> Mesh:
+    """The training mesh over all devices of the process group."""
+    names = tuple(config.train.mesh)
+    return jax.make_mesh(tuple(config.train.mesh.values()), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSetup:
+    """What a training process computes with."""
+
+    programs: StepPrograms
+    state: TrainState
+    """Version 0, replicated over the mesh."""
+    pack_spec: PackSpec
+
+
+def build_programs(config: Config, task: Task, mesh: Mesh) -> StepPrograms:
+    """The step programs; no arrays are made."""
+    model, _ = abstract_model(preset(config.model.preset, task.vocabulary.size))
+    optimizer = make_optimizer(config.train.optimizer, config.train.updates)
+    return StepPrograms(
+        model, config.train.objective, optimizer, mesh, tuple(task.sampled_ids), config.rollout.temperature
+    )
+
+
+def pack_spec(config: Config, task: Task) -> PackSpec:
+    """What packing must know of the model and the vocabulary; a text-only model packs no images, so its sizes are idle."""
+    vision = preset(config.model.preset, task.vocabulary.size).vision
+    if vision is None:
+        return PackSpec(patch_size=1, merge_size=1, channels=1, image_token_id=task.vocabulary.image)
+    return PackSpec(
+        patch_size=vision.patch_size,
+        merge_size=vision.merge_size,
+        channels=vision.channels,
+        image_token_id=task.vocabulary.image,
+    )
+
+
+def set_up_training(config: Config, task: Task, mesh: Mesh) -> TrainSetup:
+    """Programs and version 0. Every process draws the same parameters from `seed`."""
+    programs = build_programs(config, task, mesh)
+    _, params = build_model(preset(config.model.preset, task.vocabulary.size), config.seed)
+    replicate = jax.jit(functools.partial(init_state, optimizer=programs.optimizer), out_shardings=programs.replicated)
+    return TrainSetup(programs, replicate(jax.tree.map(jax.device_get, params)), pack_spec(config, task))
