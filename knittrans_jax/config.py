@@ -350,14 +350,13 @@ def _check_admission(config: Config) -> None:
     admission = config.admission
     look_ahead = admission.look_ahead_groups
     if isinstance(look_ahead, dict):
-        domains = config.batch.quotas.get("domain", {})
-        for domain in look_ahead:
+        values = {value for bounds in config.batch.quotas.values() for value in bounds}
+        for value in look_ahead:
             _refuse(
-                domain not in domains,
-                f"admission.look_ahead_groups.{domain}",
-                look_ahead[domain],
-                "look-ahead by domain needs a quota for it in batch.quotas.domain "
-                f"(which has {', '.join(domains) or 'none'})",
+                value not in values,
+                f"admission.look_ahead_groups.{value}",
+                look_ahead[value],
+                f"look-ahead by value needs a quota for it in batch.quotas (which has {', '.join(sorted(values)) or 'none'})",
             )
     if admission.schedule == "colocated":
         _refuse(

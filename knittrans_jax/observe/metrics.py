@@ -47,11 +47,11 @@ class RunObserver:
         self._metrics.flush()
         return updates
 
-    def finish(self) -> Summary:
-        """Reads the rest, writes `summary.json` and closes."""
+    def finish(self, ended: str | None = None) -> Summary:
+        """Reads the rest, writes `summary.json` and closes. `ended`: why the run ended, if the log does not say."""
         try:
             self.poll()
-            summary = summary_of(self.record)
+            summary = summary_of(self.record, ended)
             write_summary(self._directory / SUMMARY, summary)
             return summary
         finally:

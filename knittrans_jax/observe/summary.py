@@ -106,8 +106,8 @@ def summarise(events: Iterable[AnyEvent], config: Config) -> Summary:
     return summary_of(record)
 
 
-def summary_of(record: RunRecord) -> Summary:
-    """The summary of a record, at whatever point it is."""
+def summary_of(record: RunRecord, ended: str | None = None) -> Summary:
+    """The summary of a record, at whatever point it is. `ended`: why the run ended, if no event says so."""
     figures, config = record.figures, record.config
     batch = config.batch.mini_batches
     version, questions, exact = figures.heldout
@@ -117,7 +117,7 @@ def summary_of(record: RunRecord) -> Summary:
     naive = config.train.encoder_mode == "per_micro_batch"
     return Summary(
         name=config.name,
-        ended=record.ended or "still running, or ended without a word",
+        ended=record.ended or ended or "still running, or ended without a word",
         updates=figures.updates,
         train_steps=figures.updates // batch,
         groups=dict(record.accounts),

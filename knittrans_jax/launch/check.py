@@ -1,0 +1,285 @@
+"""What can be known of a run before anything starts: its arithmetic, and every rule that needs the task or the model.
+
+`check_run` either returns the arithmetic that `knittrans check` prints, or raises `ConfigError` naming key, value and rule. It
+never loads JAX and starts nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import RenderableType
+from rich.panel import Panel
+from rich.table import Table
+
+from knittrans_jax.admission.gate import LaunchGate
+from knittrans_jax.admission.rules import Rules, count_values, resolve
+from knittrans_jax.admission.storage_room import check_storage
+from knittrans_jax.config import Config, ConfigError
+from knittrans_jax.encoding.patches import grid_of
+from knittrans_jax.models.config import PRESETS, ModelConfig, VisionConfig, preset
+from knittrans_jax.observe.table import size
+from knittrans_jax.rollout.tasks.base import Task, max_group_bytes, max_trajectory_tokens
+from knittrans_jax.rollout.tasks.registry import load_task
+from knittrans_jax.transfer.plan import WorstCase, worst_case
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunArithmetic:
+    """What a configuration comes to. Bytes are upper bounds: every trajectory of the greatest length, every image different."""
+
+    name: str
+    processes: Mapping[str, int]
+    """Operating-system processes by role."""
+    mesh: Mapping[str, int]
+    groups_per_batch: int
+    mini_batches: int
+    groups_per_mini_batch: int
+    trajectories_per_group: int
+    trajectories_per_mini_batch: int
+    updates: int
+    train_steps: int
+    groups_total: int
+    quotas: Mapping[str, tuple[int, int]]
+    """Least and most groups of a train batch by `attribute = value`."""
+    look_ahead_groups: int
+    prompts_train: int
+    prompts_heldout: int
+    epochs: float
+    """Groups of the whole run over training prompts."""
+    trajectory_tokens_max: int
+    tokens_per_micro_batch: int
+    tokens_per_mini_batch_max: int
+    image_patches_max: int
+    group_bytes_max: int
+    mini_batch_payload_bytes_max: int
+    chunk_bytes: int
+    """Host memory of one chunk over all shards."""
+    encoder_input_bytes_max: int
+    storage_groups: int
+    """Groups that all storage units certainly have room for."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return dataclasses.asdict(self)
+
+
+def check_run(config: Config) -> RunArithmetic:
+    """Checks a run against its task and its model; raises `ConfigError`."""
+    task = load_task(config.task, config.seed)
+    model = _model(config, task)
+    tokens = _check_lengths(config, task, model.vision)
+    patches = _check_images(config, task, model.vision)
+    train = [prompt.attributes for prompt in task.prompts("train")]
+    heldout = len(task.prompts("heldout"))
+    _check_prompt_ids(config, task)
+    _check_quota_values(config, train)
+    rules = resolve(config.batch, train)
+    gate = LaunchGate(rules, config.admission.look_ahead_groups, config.train.updates // config.batch.mini_batches)
+    n = config.batch.trajectories_per_group
+    group_bytes = max_group_bytes(task.limits, n, config.rollout.cache_tokens)
+    check_storage(config, group_bytes, gate.look_ahead_groups)
+    for key, wanted in (("eval.prompts", config.eval.prompts), ("eval.final_prompts", config.eval.final_prompts)):
+        if wanted > heldout:
+            raise ConfigError(f"{key}: the task has {heldout} held-out prompts (value {wanted})")
+    worst = _worst_case(config, task, tokens, patches)
+    return _arithmetic(config, rules, gate, len(train), heldout, tokens, patches, group_bytes, worst)
+
+
+def _model(config: Config, task: Task) -> ModelConfig:
+    if config.model.preset not in PRESETS:
+        raise ConfigError(
+            f"model.preset: no such preset; expected one of {', '.join(sorted(PRESETS))} (value {config.model.preset!r})"
+        )
+    return preset(config.model.preset, task.vocabulary.size)
+
+
+def _check_lengths(config: Config, task: Task, vision: VisionConfig | None) -> int:
+    """The longest trajectory, in tokens."""
+    rollout, limits = config.rollout, task.limits
+    if limits.answer_tokens > rollout.max_answer_tokens:
+        raise ConfigError(
+            f"rollout.max_answer_tokens: task {config.task.name} has right answers of {limits.answer_tokens} tokens, end "
+            f"token included, which could never be given (value {rollout.max_answer_tokens})"
+        )
+    patch, merge = (1, 1) if vision is None else (vision.patch_size, vision.merge_size)
+    if limits.image_shapes and vision is None:
+        raise ConfigError(
+            f"model.preset: task {config.task.name} shows images, but this model has no vision encoder "
+            f"(value {config.model.preset!r})"
+        )
+    try:
+        tokens = max_trajectory_tokens(limits, patch, merge, rollout.max_answer_tokens)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.preset: the images of task {config.task.name} do not fit its patches: {error} "
+            f"(value {config.model.preset!r})"
+        ) from error
+    if tokens > rollout.cache_tokens:
+        raise ConfigError(
+            f"rollout.cache_tokens: a trajectory of task {config.task.name} can have {tokens} tokens "
+            f"({limits.turns} turns); at least that many are needed, here and in train.row_tokens "
+            f"(value {rollout.cache_tokens})"
+        )
+    return tokens
+
+
+def _check_images(config: Config, task: Task, vision: VisionConfig | None) -> int:
+    """Encoder patches of the largest image; 0 without images."""
+    if vision is None or not task.limits.image_shapes:
+        return 0
+    for shape in task.limits.image_shapes:
+        if shape[2] != vision.channels:
+            raise ConfigError(
+                f"model.preset: its encoder takes images of {vision.channels} channels, task {config.task.name} shows "
+                f"{shape[2]} (value {config.model.preset!r})"
+            )
+    row, merge = config.train.encoder_row_patches, vision.merge_size
+    grids = [grid_of(shape, vision.patch_size, merge) for shape in task.limits.image_shapes]
+    patches = max(rows * columns for rows, columns in grids)
+    if patches > row or row % merge**2:
+        raise ConfigError(
+            f"train.encoder_row_patches: the largest image of task {config.task.name} has {patches} patches, and a row holds "
+            f"whole images and is a multiple of {merge**2} (value {row})"
+        )
+    return patches
+
+
+def _check_prompt_ids(config: Config, task: Task) -> None:
+    seen: set[str] = set()
+    for split in ("train", "heldout"):
+        for prompt in task.prompts(split):
+            if prompt.prompt_id in seen:
+                raise ConfigError(
+                    f"task.name: prompt id {prompt.prompt_id!r} comes twice; ids are unique over both splits "
+                    f"(value {config.task.name!r})"
+                )
+            seen.add(prompt.prompt_id)
+
+
+def _check_quota_values(config: Config, prompts: list[dict[str, str]]) -> None:
+    for attribute, bounds in config.batch.quotas.items():
+        known = count_values(attribute, prompts)
+        for value, bound in bounds.items():
+            if value not in known:
+                raise ConfigError(
+                    f"batch.quotas.{attribute}.{value}: no training prompt of task {config.task.name} has this value; it has "
+                    f"{', '.join(f'{name} ({count})' for name, count in sorted(known.items()))} "
+                    f"(value min {bound.min}, max {bound.max})"
+                )
+
+
+def _worst_case(config: Config, task: Task, tokens: int, patches: int) -> WorstCase:
+    limits, train = task.limits, config.train
+    shapes = [height * width * channels for height, width, channels in limits.image_shapes]
+    n = config.batch.trajectories_per_group
+    return worst_case(
+        groups=config.mini_batch_groups,
+        trajectories_per_group=n,
+        max_length_tokens=tokens,
+        images_per_group=n * limits.turns * limits.images_per_turn,
+        image_bytes=max(shapes, default=0),
+        image_patches=patches,
+        shards=config.data_shards,
+        row_tokens=train.row_tokens,
+        micro_batch_rows=train.micro_batch_rows,
+        chunk_micro_batches=train.chunk_micro_batches,
+        encoder_row_patches=train.encoder_row_patches,
+    )
+
+
+def _arithmetic(
+    config: Config,
+    rules: Rules,
+    gate: LaunchGate,
+    prompts_train: int,
+    prompts_heldout: int,
+    tokens: int,
+    patches: int,
+    group_bytes: int,
+    worst: WorstCase,
+) -> RunArithmetic:
+    batch, train, hosts = config.batch, config.train, config.rollout.hosts
+    trajectories = config.mini_batch_groups * batch.trajectories_per_group
+    groups_total = train.updates // batch.mini_batches * batch.groups
+    return RunArithmetic(
+        name=config.name,
+        processes={"scheduler": 1, "storage": hosts, "rollout": hosts, "train": train.processes},
+        mesh={str(axis): count for axis, count in train.mesh.items()},
+        groups_per_batch=batch.groups,
+        mini_batches=batch.mini_batches,
+        groups_per_mini_batch=config.mini_batch_groups,
+        trajectories_per_group=batch.trajectories_per_group,
+        trajectories_per_mini_batch=trajectories,
+        updates=train.updates,
+        train_steps=train.updates // batch.mini_batches,
+        groups_total=groups_total,
+        quotas={
+            f"{rules.attribute} = {value}": (quota.least, quota.most) for value, quota in sorted(rules.quotas.items())
+        },
+        look_ahead_groups=gate.look_ahead_groups,
+        prompts_train=prompts_train,
+        prompts_heldout=prompts_heldout,
+        epochs=groups_total / prompts_train,
+        trajectory_tokens_max=tokens,
+        tokens_per_micro_batch=config.data_shards * train.micro_batch_rows * train.row_tokens,
+        tokens_per_mini_batch_max=trajectories * tokens,
+        image_patches_max=patches,
+        group_bytes_max=group_bytes,
+        mini_batch_payload_bytes_max=worst.payload_bytes,
+        chunk_bytes=worst.chunk_bytes,
+        encoder_input_bytes_max=worst.encoder_bytes,
+        storage_groups=hosts * (config.rollout.storage_bytes // group_bytes),
+    )
+
+
+def arithmetic_panel(config: Config, one: RunArithmetic) -> RenderableType:
+    """The arithmetic for a person."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold cyan", justify="right", no_wrap=True)
+    grid.add_column(overflow="fold")
+    devices = config.train.devices_per_process
+    mesh = " x ".join(f"{axis} {count}" for axis, count in one.mesh.items())
+    grid.add_row("processes", ", ".join(f"{count} {role}" for role, count in one.processes.items()))
+    grid.add_row("training mesh", f"{mesh} ({config.train.processes} processes x {devices} {config.platform} devices)")
+    grid.add_row(
+        "train batch",
+        f"B = {one.groups_per_batch} groups = K {one.mini_batches} mini-batches x {one.groups_per_mini_batch} groups x "
+        f"n {one.trajectories_per_group} = {one.trajectories_per_mini_batch} trajectories an update",
+    )
+    grid.add_row("quotas", _quotas(one))
+    grid.add_row(
+        "run",
+        f"{one.updates} updates in {one.train_steps} train steps; {one.groups_total:,} groups of {one.prompts_train:,} "
+        f"prompts ({one.epochs:.1f} epochs); {one.prompts_heldout:,} held out",
+    )
+    grid.add_row(
+        "admission",
+        f"{config.admission.policy}, {config.admission.schedule}, look-ahead {one.look_ahead_groups} groups",
+    )
+    grid.add_row(
+        "tokens",
+        f"at most {one.trajectory_tokens_max} a trajectory, {one.tokens_per_mini_batch_max:,} a mini-batch; "
+        f"{one.tokens_per_micro_batch:,} a micro-batch, padding included",
+    )
+    grid.add_row("images", f"at most {one.image_patches_max} patches" if one.image_patches_max else "none")
+    grid.add_row(
+        "bytes, at most",
+        f"{size(one.mini_batch_payload_bytes_max)} of payload a mini-batch, {size(one.group_bytes_max)} a group; "
+        f"host memory {size(one.chunk_bytes)} a chunk, {size(one.encoder_input_bytes_max)} of encoder input",
+    )
+    grid.add_row(
+        "storage", f"{size(config.rollout.storage_bytes)} a host: room for {one.storage_groups:,} groups in all"
+    )
+    return Panel(grid, title=f"knittrans check · {one.name}", title_align="left", border_style="green", padding=(0, 1))
+
+
+def _quotas(one: RunArithmetic) -> str:
+    if not one.quotas:
+        return "none"
+    return "; ".join(
+        f"{name}: {least}" if least == most else f"{name}: {least} to {most}"
+        for name, (least, most) in one.quotas.items()
+    )
