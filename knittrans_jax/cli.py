@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Callable[[argparse.Namespace], int], text: str, json: bool) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=text, description=text)
+        one = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         one.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/grid_lookup.yaml")
         one.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that replace the file's")
         if json:
