@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from knittrans_jax.models.attention import cached_attention, packed_attention
 from knittrans_jax.models.cache import KVCache, append
 from knittrans_jax.models.config import TextConfig, mrope_components
-from knittrans_jax.models.layers import RMSNorm, linear, rotate
+from knittrans_jax.models.layers import RMSNorm, linear, normal, rotate
 
 
 class Attention(nnx.Module):
@@ -98,16 +98,14 @@ class Decoder(nnx.Module):
         # four than rows of unit size), and an output layer that starts close to the uniform distribution.
         embedding_std = 0.02 if config.tie_embeddings else 0.3
         self.embedding = nnx.Param(
-            nnx.initializers.normal(embedding_std)(rngs.params(), (config.vocab_size, config.d_model), param_dtype)
+            normal(embedding_std)(rngs.params(), (config.vocab_size, config.d_model), param_dtype)
         )
         self.layers = nnx.List(
             [DecoderLayer(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs) for _ in range(config.layers)]
         )
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps, dtype=dtype, param_dtype=param_dtype)
         if not config.tie_embeddings:
-            self.head = nnx.Param(
-                nnx.initializers.normal(0.02)(rngs.params(), (config.vocab_size, config.d_model), param_dtype)
-            )
+            self.head = nnx.Param(normal(0.02)(rngs.params(), (config.vocab_size, config.d_model), param_dtype))
 
     def hidden(
         self,

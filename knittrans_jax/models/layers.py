@@ -3,8 +3,11 @@
 Norm statistics and rotary angles are always float32.
 """
 
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -47,6 +50,22 @@ def _over_last(vector: jax.Array, ndim: int) -> jax.Array:
     return jnp.reshape(vector, (1,) * (ndim - 1) + vector.shape)
 
 
+def normal(std: float) -> Callable[[jax.Array, Sequence[int], DTypeLike], jax.Array]:
+    """An initialiser: normal with this standard deviation.
+
+    With a real key numpy draws (the key's bits seed it): eager JAX would compile a program per shape, ten seconds for the
+    tiny model in every process. Under a trace (jit, eval_shape) JAX draws, with other values.
+    """
+
+    def draw(key: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
+        if isinstance(key, jax.core.Tracer):
+            return nnx.initializers.normal(std)(key, tuple(shape), dtype)
+        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+        return jnp.asarray(rng.normal(0.0, std, tuple(shape)), dtype)
+
+    return draw
+
+
 def linear(
     in_features: int,
     out_features: int,
@@ -64,7 +83,7 @@ def linear(
         use_bias=use_bias,
         dtype=dtype,
         param_dtype=param_dtype,
-        kernel_init=nnx.initializers.variance_scaling(gain**2, "fan_in", "truncated_normal"),
+        kernel_init=normal(gain * in_features**-0.5),
         rngs=rngs,
     )
 

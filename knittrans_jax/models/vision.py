@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from knittrans_jax.models.attention import packed_attention
 from knittrans_jax.models.config import VisionConfig
-from knittrans_jax.models.layers import LayerNorm, linear, rotate
+from knittrans_jax.models.layers import LayerNorm, linear, normal, rotate
 
 
 def normalise_pixels(patches: jax.Array, config: VisionConfig) -> jax.Array:
@@ -110,7 +110,7 @@ class VisionEncoder(nnx.Module):
         # As large as a patch's own features: where a patch lies must be legible from the first update (at 0.02 a model
         # that starts from nothing takes hundreds of steps before it can tell image tokens apart by place).
         self.position_table = nnx.Param(
-            nnx.initializers.normal(1.0)(rngs.params(), (config.position_grid**2, config.d_model), param_dtype)
+            normal(1.0)(rngs.params(), (config.position_grid**2, config.d_model), param_dtype)
         )
         self.layers = nnx.List(
             [VisionLayer(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs) for _ in range(config.layers)]
