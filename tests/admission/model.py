@@ -94,11 +94,13 @@ def make_group(group_id: int, unit: str, versions: tuple[int, ...], done: int, r
 
 @dataclasses.dataclass
 class ModelHost:
-    """An engine and its unit. It loads what is published between groups (`swap` is not modelled)."""
+    """An engine and its unit. It loads what is published some time later, between groups (`swap` is not modelled)."""
 
     name: str
     slots: int
     version: int = -1
+    published: int = -1
+    """The newest version that it has heard of."""
     queue: list[msg.Lease] = dataclasses.field(default_factory=list)
     running: dict[int, int] = dataclasses.field(default_factory=dict)
     """Version at the start, by group."""
@@ -214,7 +216,9 @@ class Model:
         assert isinstance(orders, msg.EngineOrders)
         host.queue.extend(orders.leases)
         host.evals.extend(orders.evals)
-        host.version = max(host.version, orders.published)
+        host.published = orders.published
+        if host.version < 0 or self.random.random() < 0.5:
+            host.version = host.published
         host.stopped = orders.stop
 
     def store(self, host: ModelHost) -> None:

@@ -114,8 +114,10 @@ def test_a_colocated_run_has_architectural_staleness_zero_for_every_trajectory(s
     assert rows[:, 0].max() == 3.0, "the gap itself is the mini-batch's index"
 
 
-def test_no_prompt_comes_twice_in_a_train_batch_even_with_barely_enough_prompts():
-    model = run(3, batch__quotas={"domain": {"a": {"min": 5, "max": 5}}}, counts={"a": 5, "c": 4})
+@pytest.mark.parametrize("seed", range(6))
+def test_no_prompt_comes_twice_in_a_train_batch_even_with_barely_enough_prompts_and_failures(seed: int):
+    quotas = {"domain": {"a": {"min": 5, "max": 5}}}
+    model = run(seed, 0.4, batch__quotas=quotas, counts={"a": 5, "c": 4}, train__publish="train_batch")
     prompt = {e.group_id: e.prompt_id for e in model.events if isinstance(e, ev.Leased)}
     batches: dict[int, list[str]] = {}
     for event in model.events:
