@@ -77,7 +77,7 @@ class FanOut:
 
 
 class Device:
-    """See the module's opening. `draws_5xS` in every call: what each slot's draw depends on (`sampler.DRAW_FIELDS`)."""
+    """See the module's opening. `draws_4xS` in every call: what each slot's draw depends on (`sampler.DRAW_FIELDS`)."""
 
     def __init__(self, programs: SamplerPrograms, counters: dict[str, float]) -> None:
         """Allocates cache and image table."""
@@ -88,17 +88,16 @@ class Device:
         vision = programs.model.config.vision
         self._images = ImageTable(vision, self._shapes) if vision is not None and self._shapes.image_blocks else None
         self._draws: list[Draw] = []
+        self._warm = False
 
     def load(self, params: Any) -> None:
-        """Takes new weights and forgets all encoded pictures. The first time, compiles every program."""
-        first = self._params is None
+        """Takes new weights and forgets all encoded pictures. Compiles every program, if that is still to be done."""
+        self.warm_up(params)
         self._params = jax.device_put(params)
         if self._images is not None:
             self._images.flush()
-        if first:
-            self._warm_up()
 
-    def prefill(self, batch: PrefillBatch, copies: FanOut, draws_5xS: np.ndarray) -> None:
+    def prefill(self, batch: PrefillBatch, copies: FanOut, draws_4xS: np.ndarray) -> None:
         """Prefills, copies the complete rows to their followers, and draws for the complete rows and all followers."""
         shapes = self._shapes
         index_RxW = self._place_images(batch)
@@ -108,10 +107,10 @@ class Device:
         rows_4xR[0, :count] = batch.slots
         rows_4xR[1, :count] = batch.cached
         rows_4xR[2, :count] = batch.new
-        draws_5xR = np.zeros((5, shapes.prefill_rows), np.int32)
-        draws_5xR[:, :count] = draws_5xS[:, batch.slots]
+        draws_4xR = np.zeros((4, shapes.prefill_rows), np.int32)
+        draws_4xR[:, :count] = draws_4xS[:, batch.slots]
         sampled, logits_RxV, self._state = self._programs.prefill(
-            self._held(), self._state, rows_4xR, batch.tokens_RxW, batch.positions_Rx3xW, index_RxW, draws_5xR
+            self._held(), self._state, rows_4xR, batch.tokens_RxW, batch.positions_Rx3xW, index_RxW, draws_4xR
         )
         self._counters["prefill_calls"] += 1
         self._counters["prefill_tokens"] += int(batch.new.sum())
@@ -120,11 +119,11 @@ class Device:
         for begin in range(0, len(copies.rows), shapes.fan_out_rows):
             part = slice(begin, begin + shapes.fan_out_rows)
             self._fan_out(
-                logits_RxV, FanOut(copies.rows[part], copies.leaders[part], copies.followers[part]), draws_5xS
+                logits_RxV, FanOut(copies.rows[part], copies.leaders[part], copies.followers[part]), draws_4xS
             )
 
     def decode(
-        self, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, cached: np.ndarray, draws_5xS: np.ndarray
+        self, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, cached: np.ndarray, draws_4xS: np.ndarray
     ) -> None:
         """Feeds one token to each of `slots` and draws the next."""
         slots_4xS = np.zeros((4, self._shapes.slots), np.int32)
@@ -132,7 +131,7 @@ class Device:
         slots_4xS[1, slots] = positions
         slots_4xS[2, slots] = cached
         slots_4xS[3, slots] = 1
-        sampled, self._state = self._programs.decode(self._held(), self._state, slots_4xS, draws_5xS)
+        sampled, self._state = self._programs.decode(self._held(), self._state, slots_4xS, draws_4xS)
         self._counters["decode_steps"] += 1
         self._draws.append(Draw(slots, slots, sampled))
 
@@ -173,20 +172,23 @@ class Device:
         rows = found * self._shapes.block_tokens + batch.offset_RxW
         return np.where(batch.image_RxW >= 0, rows, -1).astype(np.int32)
 
-    def _fan_out(self, logits_RxV: jax.Array, copies: FanOut, draws_5xS: np.ndarray) -> None:
+    def _fan_out(self, logits_RxV: jax.Array, copies: FanOut, draws_4xS: np.ndarray) -> None:
         shapes, count = self._shapes, len(copies.rows)
         copies_3xF = np.zeros((3, shapes.fan_out_rows), np.int32)
         copies_3xF[2] = shapes.slots
         copies_3xF[:, :count] = copies.rows, copies.leaders, copies.followers
-        draws_5xF = np.zeros((5, shapes.fan_out_rows), np.int32)
-        draws_5xF[:, :count] = draws_5xS[:, copies.followers]
-        sampled, self._state = self._programs.fan_out(self._state, logits_RxV, copies_3xF, draws_5xF)
+        draws_4xF = np.zeros((4, shapes.fan_out_rows), np.int32)
+        draws_4xF[:, :count] = draws_4xS[:, copies.followers]
+        sampled, self._state = self._programs.fan_out(self._state, logits_RxV, copies_3xF, draws_4xF)
         self._counters["prompt_copies"] += count
         self._draws.append(Draw(copies.followers, np.arange(count), sampled))
 
-    def _warm_up(self) -> None:
-        """Runs every program once on padding, which writes nothing."""
-        shapes, params = self._shapes, self._held()
+    def warm_up(self, params: Any) -> None:
+        """Runs every program once on padding, which writes nothing; any weights of the right shapes will do."""
+        if self._warm:
+            return
+        self._warm = True
+        shapes, params = self._shapes, jax.device_put(params)
 
         def ints(*shape: int, fill: int = 0) -> np.ndarray:
             return np.full(shape, fill, np.int32)
@@ -201,12 +203,12 @@ class Device:
             ints(rows, width),
             ints(rows, 3, width),
             ints(rows, width, fill=-1),
-            ints(5, rows),
+            ints(4, rows),
         )
         copies = ints(3, shapes.fan_out_rows)
         copies[2] = shapes.slots
-        _, self._state = self._programs.fan_out(self._state, logits, copies, ints(5, shapes.fan_out_rows))
-        sampled, self._state = self._programs.decode(params, self._state, ints(4, shapes.slots), ints(5, shapes.slots))
+        _, self._state = self._programs.fan_out(self._state, logits, copies, ints(4, shapes.fan_out_rows))
+        sampled, self._state = self._programs.decode(params, self._state, ints(4, shapes.slots), ints(4, shapes.slots))
         if self._images is not None:
             self._state = self._programs.encode(params, self._state, *self._images.encoder_inputs([]))
         jax.block_until_ready((sampled, self._state))

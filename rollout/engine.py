@@ -11,7 +11,7 @@ What it guarantees:
 * which version is held when, and what may begin: `knittrans_jax.rollout.versions`;
 * an episode that raises, or whose reward is not finite, is started again `episode_retries` times; then its group is reported
   as failed and its slots are free. Nothing that a task does ends the engine;
-* after `load_version` was called once, nothing compiles.
+* after `warm_up`, or the first `load_version`, nothing compiles.
 
 One thread. A step: begin work in free slots; launch prefill for turns that wait and a decode step for answers under way, on
 different slots; wait for both; hand over the answers that are over to their episodes.
@@ -32,7 +32,7 @@ from knittrans_jax.launch.messages import EvalLease, GroupFailure, Lease
 from knittrans_jax.models import Model
 from knittrans_jax.rollout.device import Device, EngineError, FanOut, sampler_shapes
 from knittrans_jax.rollout.runs import EvalRun, FinishedMember, GroupRun, Member, Results, assemble_group
-from knittrans_jax.rollout.sampler import SamplerPrograms
+from knittrans_jax.rollout.sampler import sampler_programs, trajectory_key
 from knittrans_jax.rollout.slots import SlotTable
 from knittrans_jax.rollout.tasks.base import Outcome, Task
 from knittrans_jax.rollout.turns import EncodedTurn, TurnEncoder
@@ -72,15 +72,15 @@ class Engine:
             monotonic: clock of durations, seconds.
         """
         self.counters: dict[str, float] = collections.defaultdict(float)
-        self._task, self._config, self._unit = task, rollout, unit
+        self._task, self._config, self._seed, self._unit = task, rollout, seed, unit
         self._clock, self._monotonic = clock, monotonic
         shapes = sampler_shapes(rollout, task.limits, model.config)
-        programs = SamplerPrograms(model, shapes, tuple(task.sampled_ids), rollout.temperature, seed)
+        programs = sampler_programs(model, shapes, tuple(task.sampled_ids), rollout.temperature)
         self._device = Device(programs, self.counters)
         self._rows, self._width = shapes.prefill_rows, shapes.prefill_tokens
         self._slots = SlotTable(rollout.slots, rollout.cache_tokens, task.vocabulary.end, rollout.max_answer_tokens)
         self._turns = TurnEncoder(task.vocabulary, task.limits, model.config.vision)
-        self._draws_5xS = np.zeros((5, rollout.slots), np.int32)
+        self._draws_4xS = np.zeros((4, rollout.slots), np.int32)
         self._members: dict[int, Member] = {}
         """By slot."""
         self._followers: dict[int, list[int]] = {}
@@ -109,6 +109,10 @@ class Engine:
     def wanted_version(self) -> int | None:
         """The version to load now, or None: nothing newer, or not now."""
         return self._decide().load
+
+    def warm_up(self, params: Any) -> None:
+        """Compiles every program, on weights of which only the shapes matter; else the first `load_version` does."""
+        self._device.warm_up(params)
 
     def announce(self, published: int) -> None:
         """A version is there to be loaded; `wanted_version` says when."""
@@ -283,7 +287,7 @@ class Engine:
 
     def _begin_eval_member(self, run: EvalRun, free: collections.deque[int]) -> None:
         run.running += 1
-        member = Member(run, run.lease.eval_id % 2**31, run.waiting.popleft(), self._clock())
+        member = Member(run, run.lease.eval_id, run.waiting.popleft(), self._clock())
         turn = self._open(member)
         if turn is not None:
             self._occupy(member, free.popleft())
@@ -329,8 +333,9 @@ class Engine:
         self._slots.begin(slot)
         member.slot = slot
         self._members[slot] = member
-        group = member.run.lease.group_id if isinstance(member.run, GroupRun) else 0
-        self._draws_5xS[:, slot] = group % 2**31, member.index, member.attempt, 0, member.run.greedy
+        group = member.run.lease.group_id if isinstance(member.run, GroupRun) else -1
+        self._draws_4xS[:2, slot] = trajectory_key(self._seed, group, member.index, member.attempt)
+        self._draws_4xS[3, slot] = member.run.greedy
 
     # --- device work -----------------------------------------------------------------------------------------------------
 
@@ -357,16 +362,16 @@ class Engine:
         rows, leaders, followers = (
             np.array(column, np.int32) for column in (zip(*copies, strict=True) if copies else [()] * 3)
         )
-        self._draws_5xS[3, slots] = self._slots.length[slots]
-        self._draws_5xS[3, followers] = self._slots.length[followers]
-        self._device.prefill(batch, FanOut(rows, leaders, followers), self._draws_5xS)
+        self._draws_4xS[2, slots] = self._slots.length[slots]
+        self._draws_4xS[2, followers] = self._slots.length[followers]
+        self._device.prefill(batch, FanOut(rows, leaders, followers), self._draws_4xS)
         self._slots.prefilled(batch)
         self._slots.copied(followers, leaders)
 
     def _launch_decode(self, slots: np.ndarray) -> None:
         tokens, positions = self._slots.last(slots)
-        self._draws_5xS[3, slots] = self._slots.length[slots]
-        self._device.decode(slots, tokens, positions, self._slots.cached[slots], self._draws_5xS.copy())
+        self._draws_4xS[2, slots] = self._slots.length[slots]
+        self._device.decode(slots, tokens, positions, self._slots.cached[slots], self._draws_4xS.copy())
         self._slots.fed(slots)
 
     # --- what ends -------------------------------------------------------------------------------------------------------

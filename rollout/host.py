@@ -1,0 +1,256 @@
+"""A rollout host's engine process: leases in, finished groups into the storage unit, then word to the scheduler.
+
+One turn of the loop:
+
+1. take the scheduler's answer, if it is there: leases, evaluations, the newest published version, a ticket;
+2. load the version that the engine wants now (`knittrans_jax.rollout.versions`), whole, from the weight store;
+3. one engine step;
+4. hand finished groups to the putter's thread; what the storage unit holds goes into the next report;
+5. report and ask again: at once when there is news or room for work, at the latest after `SYNC_S`.
+
+Programs are compiled before the host asks for work, on weights of zeros. SIGTERM ends the process between two steps; what is
+in flight is lost with it, and the scheduler notices by its deadlines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from knittrans_jax.config import Config
+from knittrans_jax.launch.messages import (
+    Ack,
+    EngineOrders,
+    EngineSync,
+    EvalResult,
+    GroupDone,
+    GroupFailure,
+    Report,
+)
+from knittrans_jax.models import Params, abstract_model, preset
+from knittrans_jax.observe.compilations import CompilationCounter
+from knittrans_jax.rollout.engine import Engine
+from knittrans_jax.rollout.putter import GroupPutter
+from knittrans_jax.rollout.runs import FinishedGroup
+from knittrans_jax.rollout.tasks.registry import load_task
+from knittrans_jax.transfer.control import ControlClient, ControlError
+from knittrans_jax.transfer.weights import WeightReader, WeightsError, restore_tree
+
+SYNC_S = 0.05
+"""Longest pause between two reports."""
+NEWS_S = 0.005
+"""Pause between two reports while there is news or room for work."""
+COUNTERS_S = 1.0
+"""Pause between two reports that carry counters."""
+REST_S = 0.005
+"""How long an engine without work waits before it looks again."""
+LAST_REPORT_S = 2.0
+
+
+def run_rollout(config: Config, run_dir: Path, index: int, stop: threading.Event | None = None) -> None:
+    """The engine process of rollout host `host{index}`: samples until the scheduler says stop, or SIGTERM or SIGINT comes.
+
+    Args:
+        config: the run's configuration.
+        run_dir: holds `control.json` and `weights/`.
+        index: the rollout host's number.
+        stop: set it to end; without one, signals of this process do.
+
+    Raises:
+        ControlError: the scheduler is gone or refuses this host.
+        WireError: finished groups cannot be stored.
+        WeightsError: a published version cannot be read.
+    """
+    if stop is None:
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+    if config.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    compilations = CompilationCounter()
+    name = f"host{index}"
+    task = load_task(config.task, config.seed)
+    model, template = abstract_model(preset(config.model.preset, task.vocabulary.size))
+    engine = Engine(model, task, config.rollout, config.seed, unit=name)
+    engine.warm_up(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), template))
+    if stop.is_set():
+        return
+    putter = GroupPutter(name, config.control.pull_timeout_s, config.control.pull_retries)
+    try:
+        with ControlClient(
+            run_dir / "control.json",
+            f"rollout-{name}",
+            config.control.rpc_timeout_s,
+            start_timeout_s=config.control.start_timeout_s,
+            stopped=stop.is_set,
+        ) as control:
+            host = RolloutHost(
+                config, name, engine, template, WeightReader(run_dir / "weights"), putter, control, compilations
+            )
+            try:
+                host.run(stop)
+            except ControlError:
+                if not stop.is_set():
+                    raise
+    finally:
+        putter.close()
+
+
+class RolloutHost:
+    """The loop of the module's opening; one thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        engine: Engine,
+        template: Params,
+        weights: WeightReader,
+        putter: GroupPutter,
+        control: ControlClient,
+        compilations: CompilationCounter,
+    ) -> None:
+        """`template`: the parameters' shapes; `name`: of the host, and of the storage unit beside it."""
+        self._config, self._name, self._engine, self._template = config, name, engine, template
+        self._weights, self._putter, self._control, self._compilations = weights, putter, control, compilations
+        self._members = config.batch.trajectories_per_group
+        self._started: list[int] = []
+        self._failed: list[GroupFailure] = []
+        self._evals: list[EvalResult] = []
+        self._done: list[GroupDone] = []
+        self._unstored: list[FinishedGroup] = []
+        """Finished, but the putter's queue was full; nothing more is sampled until they are in."""
+        self._reported_compilations = -1
+        self._synced_s = self._counted_s = -1.0
+        self._load_s = 0.0
+
+    def run(self, stop: threading.Event) -> None:
+        """Until the scheduler says stop or `stop` is set."""
+        worked = True
+        while not stop.is_set():
+            orders = self._exchange(0.0 if worked else REST_S)
+            if orders is not None and orders.stop:
+                self._report(LAST_REPORT_S)
+                return
+            if orders is not None:
+                self._follow(orders)
+            self._load_wanted()
+            worked = not self._unstored and self._engine.step()
+            self._collect()
+
+    def counters(self) -> dict[str, float]:
+        """Everything that the host counts."""
+        return {
+            **self._engine.counters,
+            "compilations": float(self._compilations.count),
+            "compile_s": self._compilations.seconds,
+            "weights_load_s": self._load_s,
+            "put_bytes": float(self._putter.put_bytes),
+            "put_s": self._putter.put_s,
+            **self._control.counters.as_dict(),
+        }
+
+    # --- the scheduler ---------------------------------------------------------------------------------------------------
+
+    def _exchange(self, rest_s: float) -> EngineOrders | None:
+        """Takes the answer to the last report, if it comes within `rest_s`, or reports anew when it is time to."""
+        if self._control.outstanding:
+            reply = self._control.poll(rest_s)
+            if reply is None:
+                return None
+            if not isinstance(reply, EngineOrders):
+                raise ControlError(f"{self._name}: expected EngineOrders, got {type(reply).__name__}")
+            return reply
+        now_s = time.monotonic()
+        if self._engine.version >= 0 and self._compilations.count != self._reported_compilations:
+            self._report(self._config.control.rpc_timeout_s)
+        news = bool(self._done or self._started or self._failed or self._evals) or self._free_groups() > 0
+        if now_s - self._synced_s >= (NEWS_S if news else SYNC_S):
+            self._post(now_s)
+        else:
+            time.sleep(rest_s)
+        return None
+
+    def _post(self, now_s: float) -> None:
+        count = now_s - self._counted_s >= COUNTERS_S
+        self._control.post(
+            EngineSync(
+                host=self._name,
+                unit=self._name,
+                version=self._engine.version,
+                free_groups=self._free_groups(),
+                started=tuple(self._started),
+                done=tuple(self._done),
+                failed=tuple(self._failed),
+                evals=tuple(self._evals),
+                counters=self.counters() if count else {},
+                ticket_wanted=self._putter.ticket_wanted,
+            )
+        )
+        self._started, self._done, self._failed, self._evals = [], [], [], []
+        self._synced_s = now_s
+        if count:
+            self._counted_s = now_s
+
+    def _report(self, timeout_s: float) -> None:
+        """Hands in the counters: at the end, and whenever something was compiled."""
+        self._reported_compilations = self._compilations.count
+        report = Report(role=f"rollout-{self._name}", counters=self.counters())
+        with contextlib.suppress(ControlError):  # at the end the scheduler may be gone; before, the next sync will tell
+            reply = self._control.call(report, timeout_s=timeout_s)
+            if not isinstance(reply, Ack):
+                raise TypeError(f"{self._name}: expected Ack, got {type(reply).__name__}")
+
+    def _free_groups(self) -> int:
+        """Room for new groups; none before there are weights, or while finished ones cannot be stored."""
+        if self._engine.version < 0 or self._unstored:
+            return 0
+        return self._engine.free_groups(self._members)
+
+    def _follow(self, orders: EngineOrders) -> None:
+        self._engine.announce(orders.published)
+        for lease in orders.leases:
+            self._engine.submit(lease, self._members)
+        for evaluation in orders.evals:
+            self._engine.submit_eval(evaluation)
+        if orders.ticket is not None and orders.unit_address is not None:
+            self._putter.open(orders.unit_address, orders.ticket)
+
+    # --- weights and results -------------------------------------------------------------------------------------------------
+
+    def _load_wanted(self) -> None:
+        wanted = self._engine.wanted_version
+        if wanted is None:
+            return
+        began_s = time.monotonic()
+        try:
+            arrays = self._weights.read(wanted)
+        except WeightsError:
+            # An evaluation may ask for a version that is deleted by now: its lease expires at the scheduler.
+            if self._engine.drop_evals(wanted):
+                return
+            newest = max(self._weights.versions(), default=-1)
+            if newest <= wanted:
+                raise
+            self._engine.announce(newest)  # this one was overtaken while it was read
+            return
+        self._engine.load_version(wanted, restore_tree(self._template, arrays))
+        self._load_s += time.monotonic() - began_s
+
+    def _collect(self) -> None:
+        results = self._engine.take_results()
+        self._started += results.started
+        self._failed += results.failed
+        self._evals += results.evals
+        self._unstored += results.finished
+        while self._unstored and self._putter.offer(self._unstored[0]):
+            self._unstored.pop(0)
+        done, refused = self._putter.take()
+        self._done += done
+        self._failed += refused
