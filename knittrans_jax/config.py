@@ -158,10 +158,15 @@ class ControlConfig(Section, frozen=True):
 
 
 class LaunchConfig(Section, frozen=True):
-    """What the launcher does. `on_child_death: stop` ends the run when any role dies."""
+    """What the launcher does. `on_child_death: stop` ends the run when any role dies.
+
+    A run that is interrupted or fails is killed after `stop_timeout_s`. Once a run has finished, its roles have
+    `finish_timeout_s` to hand in their last reports and leave.
+    """
 
     on_child_death: Literal["stop"] = "stop"
-    stop_timeout_s: PositiveFloat = 3.0
+    stop_timeout_s: PositiveFloat = 2.5
+    finish_timeout_s: PositiveFloat = 30.0
 
 
 class Config(Section, frozen=True):

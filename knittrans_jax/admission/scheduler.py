@@ -426,11 +426,18 @@ class SchedulerCore:
         }
 
     def _may_finish(self) -> bool:
-        """Every role that was there has been told and has handed in its last report, and a status said so; or time is up."""
-        if self._now_s - self._ending_since_s >= self.config.launch.stop_timeout_s:
+        """Every role that was there has been told and has handed in its last report, and a status said so; or time is up.
+
+        A run that finished gives its roles `launch.finish_timeout_s` for that. One that ends otherwise gives them half of
+        `launch.stop_timeout_s`, so that its end is in the log before a launcher kills what is left.
+        """
+        launch, waited_s = self.config.launch, self._now_s - self._ending_since_s
+        short_s = launch.stop_timeout_s / 2
+        if waited_s >= (launch.finish_timeout_s if self.ending == "finished" else short_s):
             return True
         roles = len(self.desk.seen_s) + len(self.desk.units) + len(self.training.pids)
-        return self._status_served and len(self._told_to_stop) >= roles and len(self._reported) >= roles
+        everybody = len(self._told_to_stop) >= roles and len(self._reported) >= roles
+        return everybody and (self._status_served or waited_s >= short_s)
 
     # --- small things ----------------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ def run(
                 view.close()
                 if reason == "interrupted":
                     console.print("ending all processes", highlight=False)
-                link.shutdown(reason if reason in ("interrupted", "finished") else f"error: {reason} died")
+                link.shutdown(reason)
 
             outcome = supervise(
                 roles,
@@ -104,6 +104,7 @@ def run(
                 on_tick=on_tick,
                 ask_to_end=ask_to_end,
                 is_over=is_over,
+                linger_s=config.launch.finish_timeout_s,
             )
             view.close()
             summary = observer.finish(_ended(outcome))
@@ -113,7 +114,7 @@ def run(
 def _ended(outcome: Outcome) -> str:
     """Why the run ended, where the scheduler could no longer write it down."""
     if outcome.death is not None:
-        return f"error: {outcome.death.name} died ({outcome.death.status})"
+        return f"error: {outcome.death.reason}"
     return "interrupted" if outcome.interrupted is not None else "error: the scheduler ended without a word"
 
 

@@ -61,9 +61,14 @@ class Death:
     log: Path
     log_tail: str
 
+    @property
+    def reason(self) -> str:
+        """In one line."""
+        return f"{self.name} died ({self.status})"
+
     def __str__(self) -> str:
         tail = "\n".join(f"  | {line}" for line in self.log_tail.splitlines()) or "  | (nothing)"
-        return f"{self.name} died ({self.status}); the last lines of {self.log}:\n{tail}"
+        return f"{self.reason}; the last lines of {self.log}:\n{tail}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,11 +158,13 @@ def supervise(
             dead = _first_death(children, is_over)
             if dead is not None:
                 death = _death(dead)
-                return Outcome(death=death, killed=_end(children, signals, stop_timeout_s, ask_to_end, str(death.name)))
-            if signals.received:
-                reason = signals.received[0]
                 return Outcome(
-                    interrupted=reason, killed=_end(children, signals, stop_timeout_s, ask_to_end, "interrupted")
+                    death=death, killed=_end(children, signals, stop_timeout_s, ask_to_end, f"error: {death.reason}")
+                )
+            if signals.received:
+                return Outcome(
+                    interrupted=signals.received[0],
+                    killed=_end(children, signals, stop_timeout_s, ask_to_end, "interrupted"),
                 )
             if not children[0].running():
                 first_left_s = time.monotonic() if first_left_s is None else first_left_s

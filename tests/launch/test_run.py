@@ -1,0 +1,96 @@
+"""`knittrans run` with all its real processes, small: it adds up, and an interrupted or failed run leaves nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .test_supervise import children_of, gone
+
+CONFIG = """
+name: small
+task: {name: digits-read, options: {digits: 1, train_prompts: 64, heldout_prompts: 8}}
+batch:
+  groups: 4
+  mini_batches: 2
+  trajectories_per_group: 2
+  quotas: {domain: {even: {min: 0.5, max: 0.5}, odd: {min: 0.5, max: 0.5}}}
+admission: {look_ahead_groups: 2}
+rollout: {slots: 8, cache_tokens: 16, max_answer_tokens: 3}
+train: {updates: 6, row_tokens: 32, micro_batch_rows: 2, encoder_row_patches: 8}
+eval: {every_updates: 4, prompts: 4, final_prompts: 8}
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> "subprocess.Popen[str]":
+    (tmp_path / "small.yaml").write_text(CONFIG)
+    return subprocess.Popen(
+        [sys.executable, "-m", "knittrans_jax.cli", "run", "small.yaml", "--json"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until_it_trains(run: "subprocess.Popen[str]", tmp_path: Path) -> dict[str, int]:
+    """Process ids by role, once version 0 is published: all roles are up and work."""
+    weights = tmp_path / "runs" / "small" / "weights"
+    deadline_s = time.monotonic() + 120
+    while not weights.exists() or not any(weights.iterdir()):
+        assert run.poll() is None, run.communicate()[1]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    roles = {}
+    for pid in children_of(run.pid):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        roles["".join([words[3], *words[-2:-1]]) if "--index" in words else words[3]] = pid
+    return roles
+
+
+@pytest.mark.slow
+def test_a_run_finishes_with_one_json_object_that_adds_up(run: "subprocess.Popen[str]", tmp_path: Path) -> None:
+    output, errors = run.communicate(timeout=240)
+    assert run.returncode == 0, errors
+    summary = json.loads(output)
+    assert summary == json.loads((tmp_path / "runs" / "small" / "summary.json").read_text())
+    assert (summary["ended"], summary["updates"], summary["train_steps"]) == ("finished", 6, 3)
+    assert sum(summary["groups"].values()) == summary["groups_launched"] >= summary["groups"]["consumed"] == 12
+    assert summary["bytes"]["payload_through_scheduler"] == 0
+    assert summary["bytes"]["payload_pulled"] == summary["bytes"]["payload_unique"] > 0
+    assert summary["heldout_questions"] == 8
+    assert summary["encoder"]["images_referenced"] == 2 * summary["encoder"]["images_unique"]
+    assert summary["logprob_mismatch"] < 1e-4
+    lines = (tmp_path / "runs" / "small" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["update"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_every_process_within_five_seconds(run: "subprocess.Popen[str]", tmp_path: Path) -> None:
+    roles = wait_until_it_trains(run, tmp_path)
+    assert len(roles) == 5
+    began_s = time.monotonic()
+    run.send_signal(signal.SIGINT)
+    output, errors = run.communicate(timeout=30)
+    assert time.monotonic() - began_s < 5
+    assert run.returncode == 1
+    assert json.loads(output)["ended"] == "interrupted"
+    assert "interrupted by SIGINT" in errors
+    assert gone(list(roles.values()))
+
+
+@pytest.mark.slow
+def test_a_killed_role_ends_the_run_and_is_named(run: "subprocess.Popen[str]", tmp_path: Path) -> None:
+    roles = wait_until_it_trains(run, tmp_path)
+    os.kill(roles["storage0"], signal.SIGKILL)
+    output, errors = run.communicate(timeout=30)
+    assert run.returncode == 1
+    assert "storage0 died (signal SIGKILL)" in errors
+    assert json.loads(output)["ended"] == "error: storage0 died (signal SIGKILL)"
+    assert gone(list(roles.values()))
