@@ -30,10 +30,10 @@ from knittrans_jax.train.advantages import group_advantages
 from knittrans_jax.train.setup import TrainSetup, join_process_group, make_mesh, set_up_training
 from knittrans_jax.train.state import TrainState
 from knittrans_jax.train.step import Sums
-from knittrans_jax.transfer.control import ControlClient
-from knittrans_jax.transfer.loader import Chunk, ChunkLoader, LoaderOptions, split_wait
+from knittrans_jax.transfer.control import ControlClient, ControlError
+from knittrans_jax.transfer.loader import Chunk, ChunkLoader, LoaderError, LoaderOptions, split_wait
 from knittrans_jax.transfer.pack import copies_layout
-from knittrans_jax.transfer.weights import WeightWriter
+from knittrans_jax.transfer.weights import WeightsError, WeightWriter
 
 
 def run_train(config: Config, run_dir: Path, index: int) -> None:
@@ -43,7 +43,8 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
         LoaderError, ControlError, WeightsError: what could not be brought, said or written, and why.
     """
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
     compilations = CompilationCounter()
     join_process_group(config, index)
     task = load_task(config.task, config.seed)
@@ -87,16 +88,20 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
             pull_retries=config.control.pull_retries,
         )
     )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: (stop.set(), loader.interrupt()))
     trainer = Trainer(config, setup, index, incarnation, compilations, control, writer)
     try:
         trainer.publish()
         for chunk in _timed(loader, trainer):
             trainer.take(chunk)
-            if stop.is_set():
-                break
+        writer.close()
+    except (LoaderError, ControlError, WeightsError):
+        if stop.is_set():
+            return  # told to end: the wait that this broke off is no failure
+        raise
     finally:
         loader.close()
-    writer.close()
     control.call(
         msg.Report(
             role=f"train{index}",

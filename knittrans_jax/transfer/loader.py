@@ -153,10 +153,14 @@ class ChunkLoader:
         """Goes on after the cursor's plan."""
         self._iterator.set_state(state)
 
-    def close(self) -> None:
-        """Stops the thread and closes its connections; what it waits for is broken off."""
+    def interrupt(self) -> None:
+        """Breaks off whatever its thread waits for: `next()` soon raises `LoaderError`. Safe in a signal handler."""
         self._stop.set()
         self._source.interrupt()
+
+    def close(self) -> None:
+        """Stops the thread and closes its connections; what it waits for is broken off."""
+        self.interrupt()
         self._iterator.close()
 
 
