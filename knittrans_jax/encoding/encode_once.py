@@ -44,7 +44,9 @@ def encode_once(
 
     def pull_back(cotangent: jax.Array) -> Params:
         if cotangent.shape != (rows * tokens, features):
-            raise ValueError(f"pull_back: expected a cotangent of shape {(rows * tokens, features)}, got {cotangent.shape}")
+            raise ValueError(
+                f"pull_back: expected a cotangent of shape {(rows * tokens, features)}, got {cotangent.shape}"
+            )
         cotangents = cotangent.reshape(rows // size, size, tokens, features)
 
         def one_chunk(total: Params, chunk: tuple[Images, jax.Array]) -> tuple[Params, None]:

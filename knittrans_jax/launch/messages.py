@@ -61,7 +61,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     held_s: float
 
 
-class EngineSync(Message):
+class EngineSync(Message, frozen=True, kw_only=True):
     """An engine's regular report (at least every second). `free_groups`: how many more groups it could start at once.
 
     `ticket_wanted`: it needs a new ticket for its storage unit (see `knittrans_jax.transfer.tickets`).
@@ -79,7 +79,7 @@ class EngineSync(Message):
     ticket_wanted: bool = False
 
 
-class EngineOrders(Message):
+class EngineOrders(Message, frozen=True, kw_only=True):
     """The reply: new work, the newest published version (-1: none yet), and whether to end."""
 
     leases: tuple[Lease, ...] = ()
@@ -90,7 +90,7 @@ class EngineOrders(Message):
     stop: bool = False
 
 
-class StorageSync(Message):
+class StorageSync(Message, frozen=True, kw_only=True):
     """A storage unit's regular report. `address` is its bulk channel's `host:port`."""
 
     unit: str
@@ -100,7 +100,7 @@ class StorageSync(Message):
     counters: dict[str, float] = {}
 
 
-class StorageOrders(Message):
+class StorageOrders(Message, frozen=True, kw_only=True):
     """The reply: the key with which tickets for this unit are checked, groups to release, and whether to end."""
 
     ticket_key: bytes
@@ -111,7 +111,7 @@ class StorageOrders(Message):
 # --- training processes ----------------------------------------------------------------------------------------------
 
 
-class TrainHello(Message):
+class TrainHello(Message, frozen=True, kw_only=True):
     """A training process registers. Answered with `TrainWelcome` when all `processes` have."""
 
     process: int
@@ -119,13 +119,13 @@ class TrainHello(Message):
     pid: int
 
 
-class TrainWelcome(Message):
+class TrainWelcome(Message, frozen=True, kw_only=True):
     """All training processes are there: the group's incarnation, and the version to begin from."""
 
     incarnation: int
 
 
-class NextPlan(Message):
+class NextPlan(Message, frozen=True, kw_only=True):
     """Asks for the plan after `after_plan` (-1: the first)."""
 
     process: int
@@ -133,7 +133,7 @@ class NextPlan(Message):
     after_plan: int
 
 
-class PlanReply(Message):
+class PlanReply(Message, frozen=True, kw_only=True):
     """The next plan, with bulk addresses and tickets by storage unit; or `plan=None`: there will be no further one."""
 
     plan: MiniBatchPlan | None
@@ -141,7 +141,7 @@ class PlanReply(Message):
     tickets: dict[str, bytes] = {}
 
 
-class ChunkHeld(Message):
+class ChunkHeld(Message, frozen=True, kw_only=True):
     """This process holds its rows of a chunk (chunk 0: and its images). Answered with `Go` when all processes do."""
 
     process: int
@@ -150,11 +150,11 @@ class ChunkHeld(Message):
     chunk: int
 
 
-class Go(Message):
+class Go(Message, frozen=True, kw_only=True):
     """Launch the chunk's program."""
 
 
-class UpdateDone(Message):
+class UpdateDone(Message, frozen=True, kw_only=True):
     """This process applied the update of `plan_id`; its parameters are now at `version`. `metrics` from process 0 count."""
 
     process: int
@@ -167,7 +167,7 @@ class UpdateDone(Message):
     compilations: int
 
 
-class WeightsWritten(Message):
+class WeightsWritten(Message, frozen=True, kw_only=True):
     """This process's shards of `version` are whole in the weight store."""
 
     process: int
@@ -178,18 +178,18 @@ class WeightsWritten(Message):
 # --- everyone ----------------------------------------------------------------------------------------------------------
 
 
-class Report(Message):
+class Report(Message, frozen=True, kw_only=True):
     """Counters that a role hands in, at its end at the latest."""
 
     role: str
     counters: dict[str, float]
 
 
-class StatusRequest(Message):
+class StatusRequest(Message, frozen=True, kw_only=True):
     """Asks for the live status (the launcher's table)."""
 
 
-class Status(Message):
+class Status(Message, frozen=True, kw_only=True):
     """What the live table shows; figures by name, and the accounts of groups."""
 
     figures: dict[str, float]
@@ -199,21 +199,21 @@ class Status(Message):
     """Why the run ended, once every role may go."""
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True, kw_only=True):
     """Asks the scheduler to end the run in an orderly way."""
 
     reason: str
 
 
-class Ack(Message):
+class Ack(Message, frozen=True, kw_only=True):
     """Received and durable."""
 
 
-class Wait(Message):
+class Wait(Message, frozen=True, kw_only=True):
     """Not known yet: ask again."""
 
 
-class Refused(Message):
+class Refused(Message, frozen=True, kw_only=True):
     """The request was not accepted; `reason` says why and what to do."""
 
     reason: str

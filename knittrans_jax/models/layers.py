@@ -6,6 +6,7 @@ Norm statistics and rotary angles are always float32.
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx

@@ -15,7 +15,8 @@ class CompilationCounter:
         self.seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, name: str, seconds: float, **_: object) -> None:
-        if name == _EVENT:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del kwargs
+        if event == _EVENT:
             self.count += 1
-            self.seconds += seconds
+            self.seconds += duration_secs

@@ -1,15 +1,18 @@
 """Encode-once against differentiating through every use, on a model that knows nothing of this project."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from knittrans_jax.encoding.encode_once import add_cotangent, chunk_size, encode_once, gather_rows
 
 ROWS, TOKENS, FEATURES, USES = 6, 3, 5, 40
 
 
-def encoder(params, images):
+def encoder(params: Any, images: Any) -> jax.Array:
     return jnp.tanh(jnp.einsum("rtf,fe->rte", images["pixels"], params["w"]) + params["b"][None, None, :])
 
 
@@ -26,21 +29,21 @@ def problem():
     return params, images, index, weights
 
 
-def use(rows, weights):
+def use(rows: jax.Array, weights: jax.Array) -> jax.Array:
     """A loss that is not linear in the rows."""
     return jnp.sum(jnp.sin(rows) * weights)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 2, 4, 6, 100])
-def test_gradient_equals_differentiating_through_every_use(problem, chunk_rows):
+def test_gradient_equals_differentiating_through_every_use(problem: Any, chunk_rows: int):
     params, images, index, weights = problem
 
-    def naive(p):
+    def naive(p: Any) -> jax.Array:
         table = encoder(p, images).reshape(-1, FEATURES)
         return use(gather_rows(table, index), weights)
 
     @jax.jit
-    def once(p):
+    def once(p: Any) -> Any:
         table, pull_back = encode_once(encoder, p, images, chunk_rows=chunk_rows)
         total = jnp.zeros(table.shape, jnp.float32)
         for part in range(4):  # four micro-batches, each differentiated on its own
@@ -54,7 +57,7 @@ def test_gradient_equals_differentiating_through_every_use(problem, chunk_rows):
         np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_index_minus_one_reads_zeros_and_adds_nothing(problem):
+def test_index_minus_one_reads_zeros_and_adds_nothing(problem: Any):
     params, images, _, _ = problem
     table = encoder(params, images).reshape(-1, FEATURES)
     index = jnp.asarray([-1, 2], jnp.int32)
@@ -75,11 +78,11 @@ def test_bfloat16_cotangents_are_summed_in_float32():
 
 
 @pytest.mark.parametrize(("rows", "most", "expected"), [(6, 4, 3), (8, 8, 8), (7, 3, 1), (1, 8, 1), (12, 100, 12)])
-def test_chunks_are_equal_and_at_most_as_large_as_asked(rows, most, expected):
+def test_chunks_are_equal_and_at_most_as_large_as_asked(rows: int, most: int, expected: int):
     assert chunk_size(rows, most) == expected
 
 
-def test_wrong_cotangent_shape_is_refused(problem):
+def test_wrong_cotangent_shape_is_refused(problem: Any):
     params, images, _, _ = problem
     _, pull_back = encode_once(encoder, params, images, chunk_rows=2)
     with pytest.raises(ValueError, match=r"expected a cotangent of shape \(18, 5\)"):

@@ -165,8 +165,15 @@ def seed_model() -> Any:
 
 def keep_gradient() -> optax.GradientTransformation:
     """An optimizer whose state is the last gradient and that changes nothing."""
-    zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)  # noqa: E731
-    return optax.GradientTransformation(zeros, lambda grads, _, params: (zeros(params), grads))
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        del state, params
+        return init(updates), updates
+
+    return optax.GradientTransformation(init, update)
 
 
 def difference(tree: Any, reference: Any) -> float:

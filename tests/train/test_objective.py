@@ -1,6 +1,7 @@
 """The objective against a float64 reference written token by token."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ ROWS, TOKENS, VOCAB = 3, 7, 6
 ALLOWED = np.array([False, True, True, False, True, True])
 
 
-def reference_logprob(logits, token, temperature):
+def reference_logprob(logits: Any, token: int, temperature: float) -> float:
     allowed = [logits[v] / temperature for v in range(VOCAB) if ALLOWED[v]]
     top = max(allowed)
     return logits[token] / temperature - (top + math.log(sum(math.exp(x - top) for x in allowed)))
@@ -25,7 +26,7 @@ def reference_logprob(logits, token, temperature):
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**31), temperature=st.sampled_from([0.5, 1.0, 1.7]))
-def test_objective_equals_the_reference_token_by_token(seed, temperature):
+def test_objective_equals_the_reference_token_by_token(seed: int, temperature: float):
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(ROWS, TOKENS, VOCAB)) * 3
     tokens = rng.choice(np.nonzero(ALLOWED)[0], (ROWS, TOKENS)).astype(np.int32)
@@ -68,7 +69,7 @@ def test_objective_equals_the_reference_token_by_token(seed, temperature):
 def test_masked_ids_get_no_gradient_and_no_nan():
     tokens = jnp.ones((1, 4), jnp.int32)
 
-    def loss(logits):
+    def loss(logits: jax.Array) -> jax.Array:
         scores = score_tokens(logits, tokens, jnp.asarray(ALLOWED), 1.0)
         return jnp.sum(scores.logprobs_RxT + scores.entropies_RxT)
 
@@ -78,7 +79,7 @@ def test_masked_ids_get_no_gradient_and_no_nan():
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=20), st.booleans())
-def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(rewards, normalise):
+def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(rewards: list[float], normalise: bool):
     advantages = group_advantages(rewards, normalise)
     assert advantages.dtype == np.float32
     assert abs(float(advantages.astype(np.float64).sum())) < 1e-3 * len(rewards)
@@ -96,6 +97,6 @@ def test_equal_rewards_give_zero_advantages():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_non_finite_reward_is_refused(bad):
+def test_a_non_finite_reward_is_refused(bad: float):
     with pytest.raises(ValueError, match="finite"):
         group_advantages([0.0, bad], True)

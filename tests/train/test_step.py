@@ -7,12 +7,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 
 @pytest.fixture(scope="module")
-def report():
+def report() -> Any:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("step_process.py"))],
         capture_output=True,
@@ -25,7 +26,7 @@ def report():
 
 
 @pytest.mark.slow
-def test_gradient_does_not_depend_on_micro_batches_shards_packing_or_encoder_mode(report):
+def test_gradient_does_not_depend_on_micro_batches_shards_packing_or_encoder_mode(report: Any):
     layouts = report["images"]["layouts"] | report["text"]["layouts"]
     assert {row["micro_batches"] for row in layouts.values()} >= {2, 8}
     for name, row in layouts.items():
@@ -34,14 +35,14 @@ def test_gradient_does_not_depend_on_micro_batches_shards_packing_or_encoder_mod
 
 
 @pytest.mark.slow
-def test_parameters_after_one_update_agree_to_1e_6_per_tensor(report):
+def test_parameters_after_one_update_agree_to_1e_6_per_tensor(report: Any):
     for kind in ("images", "text"):
         for name, row in report[kind]["layouts"].items():
             assert row["parameters"] < 1e-6, (kind, name, row)
 
 
 @pytest.mark.slow
-def test_every_tensor_has_a_gradient_and_the_encoder_has_none_without_images(report):
+def test_every_tensor_has_a_gradient_and_the_encoder_has_none_without_images(report: Any):
     assert report["images"]["smallest_decoder_norm"] > 0
     assert report["images"]["encoder_norm"] > 0
     assert report["text"]["encoder_norm"] == 0
