@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import array
 import collections
-from typing import Any
 
-import msgspec
 import numpy as np
 
 from knittrans_jax.admission import events as ev
 from knittrans_jax.staleness import Staleness, StalenessSummary, staleness_of, summarise
 from knittrans_jax.trajectory import GroupMeta, MiniBatchPlan
-
-RECENT_UPDATES = 20
-"""The live table shows means over this many updates."""
 
 
 def unique_payload_bytes(groups: list[GroupMeta]) -> int:
@@ -152,51 +147,3 @@ class RunFigures:
         if self.first_lease_s is None or self.last_update_s <= self.first_lease_s:
             return 0.0
         return self.sampled_tokens / (self.last_update_s - self.first_lease_s)
-
-    def recent(self, name: str) -> float:
-        """Mean of a trainer's metric over the last updates that have it; 0 where none has."""
-        values = [metrics[name] for metrics in self.metrics[-RECENT_UPDATES:] if name in metrics]
-        return sum(values) / len(values) if values else 0.0
-
-    def summary(self, accounts: dict[str, int], encoder_mode: str) -> dict[str, Any]:
-        """What the event log says for `summary.json`. `accounts`: groups by account; `encoder_mode`: the configuration's."""
-        staleness = msgspec.to_builtins(self.staleness())
-        version, questions, exact = self.heldout
-        recent = self.rewards[-RECENT_UPDATES:]
-        warm = self.compilations_warm
-        return {
-            "updates": self.updates,
-            "train_steps": self.updates // self._mini_batches,
-            "groups": accounts,
-            "reward_mean": sum(recent) / len(recent) if recent else 0.0,
-            "heldout_exact": exact / questions if questions else 0.0,
-            "heldout_questions": questions,
-            "heldout_version": version,
-            "heldout": [
-                {"version": v, "questions": q, "exact": x / q if q else 0.0}
-                for v, (q, x, _) in sorted(self.evals.items())
-            ],
-            "staleness": staleness,
-            "trainer_wait_s": {"data": self.waits_s["data"], "groups": self.waits_s["groups"]},
-            "bytes": {
-                "payload_pulled": self.pulled_bytes,
-                "payload_unique": self.unique_bytes,
-                "payload_through_scheduler": int(
-                    self.counters.get("scheduler", {}).get("payload_through_scheduler", 0)
-                ),
-            },
-            "encoder": {
-                "images_unique": self.images_unique,
-                "images_referenced": self.images_referenced,
-                "patches_encoded": self.patches_unique if encoder_mode == "per_mini_batch" else self.patches_naive,
-                "patches_naive": self.patches_naive,
-            },
-            "logprob_mismatch": self.recent("logprob_mismatch"),
-            "tokens_per_s": self.tokens_per_s,
-            "compilations": self.compilations,
-            "compilations_after_warmup": 0 if warm is None else self.compilations - warm,
-            "episode_retries": self.episode_retries,
-            "eval_held_s": self.eval_held_s,
-            "wall_s": self.last_s - (self.start_s or self.last_s),
-            "ended": self.ended,
-        }

@@ -1,7 +1,7 @@
 """`grid-lookup`: 4 handwritten digits in a 2x2 picture, 3 turns; each shows the same picture and asks about a part of it.
 
-The cells are called `a b` above `c d`. A question names one cell (`c`: one digit) or a row (`cd`: two digits), so questions and
-answers are of unequal length. No question is asked twice in an episode.
+The cells are called `a b` above `c d`. A question names one cell (`c`: one digit) or a row (`top` or `low`: two
+digits), so questions and answers are of unequal length. No question is asked twice in an episode.
 
 Attributes: `domain`, `cells` (three cell questions) or `rows` (one or two of the three ask for a row); `difficulty`, `distinct`
 when all four digits differ, else `repeated` (then looking at a wrong cell can still give the right digit).
@@ -32,7 +32,7 @@ from knittrans_jax.rollout.text import Vocabulary
 from knittrans_jax.strict_yaml import convert_strictly
 
 CELLS = {"a": (0,), "b": (1,), "c": (2,), "d": (3,)}
-ROWS = {"ab": (0, 1), "cd": (2, 3)}
+ROWS = {"top": (0, 1), "low": (2, 3)}
 QUESTIONS = CELLS | ROWS
 """Question -> the cells whose digits are the answer, in reading order: 0 1 above 2 3."""
 TURNS = 3

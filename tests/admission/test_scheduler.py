@@ -11,6 +11,7 @@ from knittrans_jax.admission.scheduler import SchedulerCore
 from knittrans_jax.admission.state import fold
 from knittrans_jax.config import ConfigError
 from knittrans_jax.launch import messages as msg
+from knittrans_jax.observe.summary import summarise, summary_to_dict
 from knittrans_jax.transfer import tickets
 
 from .model import GROUP_BYTES, Model, ModelHost, make_config, make_core, make_group, make_prompts
@@ -482,9 +483,10 @@ def test_the_status_says_what_the_run_waits_for():
 def test_the_summary_has_every_figure_and_its_accounts_add_up():
     model = run(1, 0.1)
     core = model.core
-    summary = core.figures.summary(core.state.accounts.as_dict(), core.config.train.encoder_mode)
+    summary = summary_to_dict(summarise(model.events, core.config))
     assert (summary["updates"], summary["train_steps"]) == (12, 3)
-    assert sum(summary["groups"].values()) == core.state.accounts.issued
+    assert summary["groups"] == core.state.accounts.as_dict()
+    assert sum(summary["groups"].values()) == summary["groups_launched"] == core.state.accounts.issued
     assert summary["heldout_questions"] == 5
     assert summary["heldout_exact"] == pytest.approx(core.figures.heldout[2] / 5)
     assert summary["encoder"] == {

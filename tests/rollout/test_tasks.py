@@ -123,9 +123,9 @@ def test_partial_credit_counts_positions_and_halves_wrong_lengths():
 def test_lengths_and_bytes_follow_from_the_limits():
     limits = GridLookup({}, 0).limits
     assert max_image_tokens(limits, patch_size=4, merge_size=2) == 4
-    # per turn: image_start, 4, image_end, "ab", and 8 sampled
-    assert max_trajectory_tokens(limits, 4, 2, max_answer_tokens=8) == 3 * (6 + 2 + 8)
-    assert max_group_bytes(limits, trajectories=2, trajectory_tokens=48) == 2 * (48 * 13 + 3 * 256)
+    # per turn: image_start, 4, image_end, "top", and 8 sampled
+    assert max_trajectory_tokens(limits, 4, 2, max_answer_tokens=8) == 3 * (6 + 3 + 8)
+    assert max_group_bytes(limits, trajectories=2, trajectory_tokens=51) == 2 * (51 * 13 + 3 * 256)
     with pytest.raises(ValueError, match="multiple of 10"):
         max_trajectory_tokens(limits, 5, 2, 8)
 
