@@ -94,3 +94,37 @@ def test_a_killed_role_ends_the_run_and_is_named(run: "subprocess.Popen[str]", t
     assert "storage0 died (signal SIGKILL)" in errors
     assert json.loads(output)["ended"] == "error: storage0 died (signal SIGKILL)"
     assert gone(list(roles.values()))
+
+
+COLOCATED = """
+name: lockstep
+task: {name: my_task.py:Echo, options: {repeat: 2}}
+batch: {groups: 2, mini_batches: 2, trajectories_per_group: 2}
+admission: {schedule: colocated}
+rollout: {slots: 4, cache_tokens: 24, max_answer_tokens: 7}
+train: {updates: 4, publish: train_batch, row_tokens: 32, micro_batch_rows: 1, encoder_mode: per_micro_batch}
+eval: {every_updates: 4, prompts: 2, final_prompts: 3}
+"""
+
+
+@pytest.mark.slow
+def test_a_users_own_text_task_runs_in_lock_step_without_architectural_staleness(tmp_path: Path) -> None:
+    """Also: no images, so no encoder program runs; and the roles follow a task named by file in the configuration."""
+    (tmp_path / "lockstep.yaml").write_text(COLOCATED)
+    (tmp_path / "my_task.py").write_text((Path(__file__).parents[1] / "rollout" / "my_task.py").read_text())
+    run = subprocess.run(
+        [sys.executable, "-m", "knittrans_jax.cli", "run", "lockstep.yaml", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    summary = json.loads(run.stdout)
+    assert (summary["ended"], summary["updates"], summary["trajectories"]) == ("finished", 4, 8)
+    architectural = summary["staleness"]["architectural"]
+    assert (architectural["mean"], architectural["p50"], architectural["p95"], architectural["max"]) == (0, 0, 0, 0)
+    assert summary["staleness"]["gap"]["max"] == 1  # mini-batch 1 of each train batch is trained one update later
+    assert summary["encoder"]["images_referenced"] == 0
+    assert summary["logprob_mismatch"] < 1e-4
