@@ -103,6 +103,8 @@ class ObjectiveConfig(Section, frozen=True):
     clip_low: Fraction = 0.2
     clip_high: NonNegativeFloat = 0.28
     entropy_bonus: NonNegativeFloat = 0.003
+    credit: Literal["trajectory", "turn"] = "trajectory"
+    """What an answer is credited with: the trajectory's reward, or (tasks that give one per answer) its own."""
     normalise_advantage: bool = True
     """Divide a group's centred rewards by their standard deviation (GRPO); otherwise only centre them."""
 

@@ -46,6 +46,8 @@ class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
     length_tokens: int
     sampled_tokens: int
     reward: float
+    turn_rewards: tuple[float, ...] = ()
+    """Each answer's own reward, in order; empty when the task gives none."""
     version_min: int
     version_max: int
     version_sum: int
@@ -80,6 +82,8 @@ class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True):
     group_id: int
     unit: str
     rewards: tuple[float, ...]
+    turn_rewards: tuple[tuple[float, ...], ...] = ()
+    """By trajectory and answer, when `train.objective.credit` is `turn`: advantages are then taken answer by answer."""
     payload_bytes: int
 
 

@@ -388,8 +388,8 @@ class Engine:
                 self._slots.show(member.slot, self._turns.encode(turn))
                 return
             outcome = member.episode.outcome()
-            if not math.isfinite(outcome.reward):
-                raise ValueError(f"the reward is {outcome.reward}")
+            if not all(map(math.isfinite, (outcome.reward, *outcome.turn_rewards))):
+                raise ValueError(f"the reward is {outcome.reward}, by turn {outcome.turn_rewards}")
         except Exception as error:
             self._try_again(member, error)
             return

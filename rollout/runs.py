@@ -146,6 +146,7 @@ def _describe(member: FinishedMember, number: dict[str, int]) -> TrajectoryMeta:
         length_tokens=len(trajectory.tokens_T),
         sampled_tokens=len(versions),
         reward=float(member.outcome.reward),
+        turn_rewards=tuple(map(float, member.outcome.turn_rewards)),
         version_min=int(versions.min()),
         version_max=int(versions.max()),
         version_sum=int(versions.sum()),

@@ -132,8 +132,13 @@ class RolloutDesk:
                     f"trajectory {index} has {one.sampled_tokens} sampled of {one.length_tokens} tokens, expected at least "
                     f"one and at most rollout.cache_tokens = {longest}"
                 )
-            if not math.isfinite(one.reward):
-                return f"trajectory {index} has reward {one.reward}"
+            if not all(map(math.isfinite, (one.reward, *one.turn_rewards))):
+                return f"trajectory {index} has reward {one.reward}, by turn {one.turn_rewards}"
+            if self.config.train.objective.credit == "turn" and len(one.turn_rewards) != one.turns:
+                return (
+                    f"trajectory {index} has {len(one.turn_rewards)} turn rewards for {one.turns} turns: "
+                    "train.objective.credit = turn needs a task whose outcomes give one per answer"
+                )
             if not least <= one.version_min <= one.version_max <= self.state.published:
                 return (
                     f"trajectory {index} was sampled by versions {one.version_min} to {one.version_max}, expected "

@@ -120,6 +120,7 @@ def bind_layout(config: Config) -> Layout:
         micro_batch_rows=train.micro_batch_rows,
         chunk_micro_batches=train.chunk_micro_batches,
         encoder_row_patches=train.encoder_row_patches,
+        turn_credit=train.objective.credit == "turn",
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from knittrans_jax.encoding.patches import grid_of, patch_coords, patchify
 from knittrans_jax.models.positions import mrope_positions
-from knittrans_jax.trajectory import ImagePlacement, MiniBatchPlan, Placement, Trajectory
+from knittrans_jax.trajectory import ImagePlacement, MiniBatchPlan, Placement, PlannedGroup, Trajectory
 from knittrans_jax.transfer.batch import ChunkArrays, ImageArrays
 from knittrans_jax.transfer.plan import (
     PackItem,
@@ -153,7 +153,7 @@ def pack_chunk(
         advantages=np.zeros(shape, np.float32),
         table_index=np.full(shape, -1, np.int32),
     )
-    advantages_of: dict[int, np.ndarray] = {}
+    advantages_of: dict[int, list[np.ndarray]] = {}
     segments: dict[tuple[int, int], int] = {}
     for index in sorted(chunk_needs(plan, chunk, rows), key=lambda i: plan.placements[i].offset):
         placement = plan.placements[index]
@@ -165,14 +165,14 @@ def pack_chunk(
         at = (micro_batch, row_at[row], slice(placement.offset, placement.offset + placement.length))
         segments[at[:2]] = segments.get(at[:2], 0) + 1
         if placement.group not in advantages_of:
-            advantages_of[placement.group] = advantages(plan.groups[placement.group].rewards)
+            advantages_of[placement.group] = _answer_advantages(plan.groups[placement.group], advantages)
         sampled = trajectory.sampled_T
         arrays.tokens[at] = trajectory.tokens_T
         arrays.segment_ids[at] = segments[at[:2]]
         arrays.sampled[at] = sampled
         arrays.fresh[at] = sampled & bool((trajectory.versions_T[sampled] == plan.update).all())
         arrays.behaviour_logprobs[at] = trajectory.behaviour_logprobs_T
-        arrays.advantages[at] = np.where(sampled, advantages_of[placement.group][placement.trajectory], np.float32(0))
+        arrays.advantages[at] = _by_token(sampled, advantages_of[placement.group][placement.trajectory], where)
         arrays.positions[at[0], at[1], :, at[2]] = _positions(plan, placement, trajectory, spec, where)
         if placement.images:
             table = _table_rows(plan, index, placement, spec, copies)
@@ -230,6 +230,29 @@ def pack_copies(
                 entries.append((row_at[placement.shard * copies.rows_per_shard + row], offset, plan.images[image]))
         _fill_images(ImageArrays(*(a[micro_batch] for a in arrays)), entries, media, spec)
     return arrays
+
+
+def _answer_advantages(group: PlannedGroup, advantages: Advantages) -> list[np.ndarray]:
+    """Of each trajectory: [1] for all its answers, or one per answer, relative to the members that gave that answer too."""
+    if not group.turn_rewards:
+        return [np.array([advantage], np.float32) for advantage in advantages(group.rewards)]
+    by_answer: list[list[np.float32]] = [[] for _ in group.turn_rewards]
+    for turn in range(max(map(len, group.turn_rewards))):
+        members = [member for member, rewards in enumerate(group.turn_rewards) if turn < len(rewards)]
+        relative = advantages([group.turn_rewards[member][turn] for member in members])
+        for member, advantage in zip(members, relative, strict=True):
+            by_answer[member].append(advantage)
+    return [np.array(row, np.float32) for row in by_answer]
+
+
+def _by_token(sampled_T: np.ndarray, advantages_A: np.ndarray, where: str) -> np.ndarray:
+    """The advantage of each sampled token: A is 1, or the number of answers (runs of sampled tokens); 0 elsewhere."""
+    if len(advantages_A) == 1:
+        return np.where(sampled_T, advantages_A[0], np.float32(0))
+    answer_T = np.cumsum(np.diff(sampled_T, prepend=False) & sampled_T) - 1
+    if answer_T[-1] + 1 != len(advantages_A):
+        raise PackError(f"{where}: {answer_T[-1] + 1} answers came, the plan has rewards for {len(advantages_A)}")
+    return np.where(sampled_T, advantages_A[np.maximum(answer_T, 0)], np.float32(0))
 
 
 def _positions(

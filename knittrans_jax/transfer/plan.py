@@ -71,6 +71,7 @@ def layout_mini_batch(
     micro_batch_rows: int,
     chunk_micro_batches: int,
     encoder_row_patches: int,
+    turn_credit: bool = False,
 ) -> MiniBatchPlan:
     """Lays a mini-batch out; see the module's opening for how.
 
@@ -132,6 +133,7 @@ def layout_mini_batch(
                 group_id=group.group_id,
                 unit=group.unit,
                 rewards=tuple(trajectory.reward for trajectory in group.trajectories),
+                turn_rewards=tuple(t.turn_rewards for t in group.trajectories) if turn_credit else (),
                 payload_bytes=group.payload_bytes,
             )
             for group in groups

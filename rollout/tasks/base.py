@@ -41,11 +41,15 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of a finished episode: its reward, how many questions it asked, and how many were answered exactly."""
+    """Of a finished episode: its reward, how many questions it asked, and how many were answered exactly.
+
+    `turn_rewards` are each answer's own, in order, where the task can tell (`train.objective.credit: turn` needs them).
+    """
 
     reward: float
     questions: int
     exact: int
+    turn_rewards: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

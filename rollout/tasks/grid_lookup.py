@@ -79,8 +79,8 @@ class GridLookupEpisode:
         """Mean partial credit of the turns."""
         truths = [self.prompt.truth(question) for question in self.prompt.questions]
         pairs = list(zip(self.answers, truths, strict=True))
-        credit = sum(partial_credit(answer, truth) for answer, truth in pairs) / TURNS
-        return Outcome(credit, TURNS, sum(answer == truth for answer, truth in pairs))
+        credits = tuple(partial_credit(answer, truth) for answer, truth in pairs)
+        return Outcome(sum(credits) / TURNS, TURNS, sum(answer == truth for answer, truth in pairs), credits)
 
     def _turn(self, index: int) -> Turn:
         return Turn((self.prompt.picture_HxWx1, self.prompt.questions[index]))
