@@ -167,7 +167,7 @@ class LaunchConfig(Section, frozen=True):
     """
 
     on_child_death: Literal["stop"] = "stop"
-    stop_timeout_s: PositiveFloat = 2.5
+    stop_timeout_s: PositiveFloat = 3.5
     finish_timeout_s: PositiveFloat = 30.0
 
 

@@ -60,61 +60,52 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
             stopped=stop.is_set,
         )
 
-    control, publishing = connect(f"train{index}"), connect(f"train{index}.weights")
-    hello = msg.TrainHello(process=index, processes=config.train.processes, pid=os.getpid())
-    welcome = control.call(hello, overall_s=config.train.start_timeout_s)
-    assert isinstance(welcome, msg.TrainWelcome), welcome
-    incarnation = welcome.incarnation
+    with connect(f"train{index}") as control, connect(f"train{index}.weights") as publishing:
+        hello = msg.TrainHello(process=index, processes=config.train.processes, pid=os.getpid())
+        welcome = control.call(hello, overall_s=config.train.start_timeout_s)
+        assert isinstance(welcome, msg.TrainWelcome), welcome
+        incarnation = welcome.incarnation
 
-    def on_written(version: int) -> None:
-        publishing.call(msg.WeightsWritten(process=index, incarnation=incarnation, version=version))
+        def on_written(version: int) -> None:
+            publishing.call(msg.WeightsWritten(process=index, incarnation=incarnation, version=version))
 
-    writer = WeightWriter(run_dir / "weights", index, config.train.processes, on_written)
-    loader = ChunkLoader(
-        LoaderOptions(
-            open_scheduler=lambda stopped: ControlClient(
-                control_file, f"train{index}.loader", config.control.rpc_timeout_s, stopped=stopped
-            ),
-            process=index,
-            incarnation=incarnation,
-            peer=f"train{index}",
-            chunk_sharding=setup.programs.chunk_sharding,
-            image_sharding=setup.programs.image_sharding,
-            advantages=lambda rewards: group_advantages(rewards, config.train.objective.normalise_advantage),
-            spec=setup.pack_spec,
-            encoder_mode=config.train.encoder_mode,
-            prefetch_chunks=config.train.prefetch_chunks,
-            pull_timeout_s=config.control.pull_timeout_s,
-            pull_retries=config.control.pull_retries,
-        )
+        writer = WeightWriter(run_dir / "weights", index, config.train.processes, on_written)
+        loader = ChunkLoader(_loader_options(config, setup, control_file, index, incarnation))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: (stop.set(), loader.interrupt()))
+        trainer = Trainer(config, setup, index, incarnation, compilations, control, writer)
+        try:
+            trainer.publish()
+            for chunk in _timed(loader, trainer):
+                trainer.take(chunk)
+            writer.close()
+            control.call(msg.Report(role=f"train{index}", counters=trainer.counters()))
+        except (LoaderError, ControlError, WeightsError):
+            if not stop.is_set():
+                raise  # else: told to end, and the wait that this broke off is no failure
+        finally:
+            loader.close()
+
+
+def _loader_options(
+    config: Config, setup: TrainSetup, control_file: Path, index: int, incarnation: int
+) -> LoaderOptions:
+    return LoaderOptions(
+        open_scheduler=lambda stopped: ControlClient(
+            control_file, f"train{index}.loader", config.control.rpc_timeout_s, stopped=stopped
+        ),
+        process=index,
+        incarnation=incarnation,
+        peer=f"train{index}",
+        chunk_sharding=setup.programs.chunk_sharding,
+        image_sharding=setup.programs.image_sharding,
+        advantages=lambda rewards: group_advantages(rewards, config.train.objective.normalise_advantage),
+        spec=setup.pack_spec,
+        encoder_mode=config.train.encoder_mode,
+        prefetch_chunks=config.train.prefetch_chunks,
+        pull_timeout_s=config.control.pull_timeout_s,
+        pull_retries=config.control.pull_retries,
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: (stop.set(), loader.interrupt()))
-    trainer = Trainer(config, setup, index, incarnation, compilations, control, writer)
-    try:
-        trainer.publish()
-        for chunk in _timed(loader, trainer):
-            trainer.take(chunk)
-        writer.close()
-    except (LoaderError, ControlError, WeightsError):
-        if stop.is_set():
-            return  # told to end: the wait that this broke off is no failure
-        raise
-    finally:
-        loader.close()
-    control.call(
-        msg.Report(
-            role=f"train{index}",
-            counters={
-                "compilations": compilations.count,
-                "compile_s": compilations.seconds,
-                "weight_stall_s": writer.stall_s,
-                "weight_bytes": writer.written_bytes,
-            },
-        )
-    )
-    control.close()
-    publishing.close()
 
 
 class Trainer:
@@ -166,6 +157,15 @@ class Trainer:
         every = self.config.batch.mini_batches if self.config.train.publish == "train_batch" else 1
         if self.version % every == 0:
             self._writer.write(self.version, self.state.params)
+
+    def counters(self) -> dict[str, float]:
+        """For the process's last report."""
+        return {
+            "compilations": self._compilations.count,
+            "compile_s": self._compilations.seconds,
+            "weight_stall_s": self._writer.stall_s,
+            "weight_bytes": self._writer.written_bytes,
+        }
 
     def _update(self, chunk: Chunk) -> None:
         plan = chunk.plan

@@ -33,6 +33,7 @@ def join_process_group(config: Config, process: int) -> None:
             process_id=process,
             initialization_timeout=int(train.start_timeout_s),
             heartbeat_timeout_seconds=int(train.heartbeat_timeout_s),
+            shutdown_timeout_seconds=max(1, int(config.launch.finish_timeout_s)),
         )
     if jax.local_device_count() != train.devices_per_process:
         raise ConfigError(
