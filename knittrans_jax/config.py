@@ -290,8 +290,15 @@ def _check_names(config: Config) -> None:
         config.name,
         "the run's folder is called so: letters, digits, '.', '_' and '-', beginning with a letter or digit, at most 100",
     )
+    _refuse(config.seed >= 2**32, "seed", config.seed, "random keys keep 32 bits of it: must be below 4294967296")
     for key, value in _floats(config_to_dict(config), ""):
         _refuse(not math.isfinite(value), key, value, "must be finite")
+    for key, value in (
+        ("control.rpc_timeout_s", config.control.rpc_timeout_s),
+        ("train.start_timeout_s", config.train.start_timeout_s),
+        ("train.heartbeat_timeout_s", config.train.heartbeat_timeout_s),
+    ):
+        _refuse(value < 1, key, value, "must be at least 1: shorter ones end runs that are well")
     host, _, port = config.train.coordinator.rpartition(":")
     _refuse(
         not host or not port.isdecimal() or int(port) > 65535,
@@ -412,6 +419,7 @@ def _check_lengths(config: Config) -> None:
 def _check_training(config: Config) -> None:
     train = config.train
     devices = train.processes * train.devices_per_process
+    _refuse("data" not in train.mesh, "train.mesh", train.mesh, "has no axis data, over which rows are sharded")
     _refuse(
         math.prod(train.mesh.values()) != devices,
         "train.mesh",

@@ -391,13 +391,30 @@ class SchedulerCore:
 
     def _check_starvation(self) -> None:
         """The trainer has nothing to do, and what is missing has not become less, for `starvation_s`."""
-        waiting = self.waiting
-        key = None if waiting is None or self.state.plans else (waiting.rule, waiting.value, waiting.missing)
+        waiting, state, updates = self.waiting, self.state, self.config.train.updates
+        key: tuple[str, str, int] | None = None
+        if state.plans:
+            pass
+        elif waiting is not None:
+            key = (waiting.rule, waiting.value, waiting.missing)
+        elif state.version == updates > state.published:
+            key = ("the last version's weights", f"version {updates}, published {state.published}", 0)
+        elif state.version == updates and self.evaluations.waiting and not self.evaluations.leases:
+            shares = len(self.evaluations.waiting)
+            key = ("a rollout host that takes the final evaluation", f"version {updates}, shares to do", shares)
         if key is None or key != self._starving:
             self._starving, self._waiting_since_s = key, self._now_s
             return
         waited_s = self._now_s - self._waiting_since_s
-        if waited_s >= self.config.admission.starvation_s:
+        if waited_s < self.config.admission.starvation_s:
+            return
+        if waiting is None:
+            what, detail, count = key
+            self.end(
+                f"error: nothing has moved for {waited_s:.0f} s (admission.starvation_s); missing: {what} "
+                f"({detail}{f': {count}' if count else ''}); hosts seen: {', '.join(sorted(self.desk.seen_s)) or 'none'}"
+            )
+        else:
             failure = f"; last failure: {self.state.last_failure}" if self.state.last_failure else ""
             self.end(
                 f"error: update {self.state.admitted_updates} waits since {waited_s:.0f} s "

@@ -32,6 +32,10 @@ def load_task(config: TaskConfig, seed: int) -> Task:
         task = build(dict(config.options), seed)
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"task.options: {config.name} refuses {config.options}: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"task.name: {config.name!r} fails when it is made with {config.options}: {type(error).__name__}: {error}"
+        ) from error
     missing = [member for member in TASK_MEMBERS if not hasattr(task, member)]
     if missing:
         raise ConfigError(

@@ -432,6 +432,42 @@ def test_a_trainer_that_computes_for_long_starves_nobody():
     assert model.core.ending is None
 
 
+def trained(model: Model) -> None:
+    """Every update, and no host after the last."""
+    for _ in range(2000):
+        if model.version == model.core.config.train.updates:
+            break
+        for host in model.hosts:
+            model.sync(host)
+            model.store(host)
+        model.train()
+    assert model.core.state.version == model.core.config.train.updates
+
+
+def test_a_final_evaluation_that_no_host_takes_ends_the_run():
+    model = begun(admission__starvation_s=20.0, batch__quotas=QUOTAS)
+    trained(model)
+    for host in model.hosts:
+        host.evals.clear()
+    for _ in range(4 * 120):  # leases of earlier evaluations run out first
+        model.tick(1.0)
+    assert model.core.ending is not None
+    assert "takes the final evaluation" in model.core.ending
+    assert "hosts seen: host0, host1" in model.core.ending
+
+
+def test_a_last_version_that_is_never_written_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    model = begun(admission__starvation_s=20.0, batch__quotas=QUOTAS)
+    write = model.write
+    last = model.core.config.train.updates
+    monkeypatch.setattr(model, "write", lambda version: None if version == last else write(version))
+    trained(model)
+    for _ in range(40):
+        model.tick(1.0)
+    assert model.core.ending is not None
+    assert f"the last version's weights (version {last}, published {last - 1})" in model.core.ending
+
+
 def test_shutdown_tells_everybody_and_the_log_ends_with_the_reason():
     model, _ = with_plan()
     parked = model.send(msg.NextPlan(process=0, incarnation=0, after_plan=1))

@@ -164,6 +164,14 @@ def test_a_file_that_fails_on_import_is_a_configuration_error(tmp_path: Path):
         load_task(TaskConfig(name=f"{tmp_path}/broken.py:Task"), seed=0)
 
 
+def test_a_task_that_fails_when_it_is_made_is_a_configuration_error(tmp_path: Path):
+    (tmp_path / "opens.py").write_text(
+        "class Task:\n    def __init__(self, options, seed):\n        open('/no/data')\n"
+    )
+    with pytest.raises(ConfigError, match=r"task\.name: .*opens.py:Task' fails .* FileNotFoundError: .*/no/data"):
+        load_task(TaskConfig(name=f"{tmp_path}/opens.py:Task"), seed=0)
+
+
 def test_loading_a_task_does_not_load_jax():
     """The scheduler reads prompts and has no JAX."""
     code = (
