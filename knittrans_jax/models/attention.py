@@ -38,7 +38,7 @@ def cached_attention(
 
 
 def _attend(q_BxTxHxK: jax.Array, k_BxCxGxK: jax.Array, v_BxCxGxK: jax.Array, mask_BxTxC: jax.Array) -> jax.Array:
-    """Heads of a group are queries of one matrix product: larger products, a third faster on CPU than one per head."""
+    """Heads of a group are queries of one matrix product: larger products than one per head."""
     batch, queries, heads, features = q_BxTxHxK.shape
     keys, kv_heads = k_BxCxGxK.shape[1:3]
     members = heads // kv_heads

@@ -107,8 +107,8 @@ class VisionEncoder(nnx.Module):
         self.patch_embed = linear(
             config.patch_features, config.d_model, use_bias=True, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
-        # As large as a patch's own features: where a patch lies must be legible from the first update (at 0.02 a model
-        # that starts from nothing takes hundreds of steps before it can tell image tokens apart by place).
+        # As large as a patch's own features: where a patch lies must be legible from the first update; much
+        # smaller, and a model that starts from nothing takes long to tell image tokens apart by place.
         self.position_table = nnx.Param(
             normal(1.0)(rngs.params(), (config.position_grid**2, config.d_model), param_dtype)
         )

@@ -8,7 +8,7 @@ def partial_credit(answer: str, truth: str) -> float:
 
     1 exactly for the true answer, ended where it ends. An answer cut off at the token limit is longer than the truth. Length
     multiplies instead of adding: as a reward of its own it is learned first, and an answer that is short but blind then
-    earns enough to hide the reward of looking (measured: no digit learned in 250 updates, against 90 % with this form).
+    earns enough to hide the reward of looking.
     """
     matches = sum(a == b for a, b in zip(answer, truth, strict=False))
     return matches / max(len(answer), len(truth), 1) * (1.0 if len(answer) == len(truth) else 0.5)
