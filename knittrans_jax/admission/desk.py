@@ -2,7 +2,8 @@
 
 What it guarantees:
 
-* a group is leased only where the launch gate and the unit's storage allow it, and never while its prompt is busy;
+* a group is leased only where the launch gate and the unit's storage allow it, and never while its prompt is busy; a prompt
+  whose group failed is leased again for the same train batch only when the gate has no other to let go;
 * a finished group is taken once, from the host that has it; what cannot be trained on fails with a stated reason; duplicate,
   late and foreign reports change nothing, are counted, and their payload is released where nobody needs it;
 * every lease has a deadline, counted anew when the group starts; after it the group is `expired` (`lost`, if the host itself
@@ -155,8 +156,7 @@ class RolloutDesk:
         leases: list[msg.Lease] = []
         state = self.state
         while len(leases) < free_groups and self.room.fits(host, state):
-            kind = self.gate.next_kind(state, lambda k: self.prompts.peek(k, state.busy) is not None)
-            entry = None if kind is None else self.prompts.peek(kind, state.busy)
+            entry = self._next_prompt(state.busy_or_failed) or self._next_prompt(state.busy)
             if entry is None:
                 break
             prompt_id, epoch = entry
@@ -176,6 +176,11 @@ class RolloutDesk:
             least = self._least_version(version)
             leases.append(msg.Lease(group_id=group_id, prompt_id=prompt_id, least_version=least))
         return tuple(leases)
+
+    def _next_prompt(self, passed_over: Callable[[str], bool]) -> tuple[str, int] | None:
+        """The next prompt that the gate lets go and that is not passed over, and its epoch."""
+        kind = self.gate.next_kind(self.state, lambda k: self.prompts.peek(k, passed_over) is not None)
+        return None if kind is None else self.prompts.peek(kind, passed_over)
 
     def _least_version(self, published: int) -> int:
         """Colocated leases are sampled by the weights of their train batch's start, others by whatever the host holds."""

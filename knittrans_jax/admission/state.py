@@ -48,6 +48,8 @@ class Batch:
     mini_batches: int = 0
     """Mini-batches admitted so far."""
     prompts: set[str] = dataclasses.field(default_factory=set)
+    failed: set[str] = dataclasses.field(default_factory=set)
+    """Prompts whose group failed while this batch was being filled."""
     admitted: dict[Kind, int] = dataclasses.field(default_factory=dict)
 
 
@@ -99,6 +101,10 @@ class AdmissionState:
         """Whether a group of this prompt is in the pool or in the train batch being filled."""
         return prompt_id in self.pool_prompts or prompt_id in self.batch.prompts
 
+    def busy_or_failed(self, prompt_id: str) -> bool:
+        """Whether others should go first: busy, or its group failed for the train batch being filled."""
+        return self.busy(prompt_id) or prompt_id in self.batch.failed
+
     # --- one method per event -------------------------------------------------------------------------------------------
 
     def _nothing(self, event: ev.AnyEvent) -> None:
@@ -133,7 +139,7 @@ class AdmissionState:
         self.retries += event.episode_retries
 
     def _failed(self, event: ev.Failed) -> None:
-        self._move(event.group_id, Account.FAILED, event.time_s)
+        self.batch.failed.add(self._move(event.group_id, Account.FAILED, event.time_s).prompt_id)
         self.retries += event.episode_retries
         self.last_failure = event.reason
 

@@ -432,6 +432,30 @@ def test_a_trainer_that_computes_for_long_starves_nobody():
     assert model.core.ending is None
 
 
+def test_a_prompt_that_always_fails_does_not_hold_up_a_batch_that_others_can_fill():
+    """Value `b` lags behind, but its only prompt always fails: `a` fills the batches, which the quotas allow."""
+    quotas = {"domain": {"a": {"min": 1}}}
+    core = make_core(make_config(batch__quotas=quotas), make_prompts({"a": 16, "b": 1}))
+    model = Model(core, after_step=check_every_step)
+    model.hello()
+    prompt: dict[int, str] = {}
+    for _ in range(400):
+        for host in model.hosts:
+            prompt |= {e.group_id: e.attributes["domain"] for e in model.events if isinstance(e, ev.Leased)}
+            bad = [group_id for group_id in host.running if prompt[group_id] == "b"]
+            for group_id in bad:
+                del host.running[group_id]
+            failed = tuple(msg.GroupFailure(group_id=g, reason="bad prompt", episode_retries=0) for g in bad)
+            model.ask(sync_of(host, version=host.version, failed=failed))
+            model.sync(host)
+            model.store(host)
+        model.train()
+        if core.state.version == core.config.train.updates:
+            break
+    assert core.state.version == core.config.train.updates
+    assert core.state.accounts.counts[Account.FAILED] < 20
+
+
 def trained(model: Model) -> None:
     """Every update, and no host after the last."""
     for _ in range(2000):
