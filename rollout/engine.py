@@ -134,6 +134,7 @@ class Engine:
         if self._version is not None and version != self._version:
             self._check_free_for(version)
             self.counters["version_swaps"] += 1
+            self.counters["prefills_restarted"] += self._slots.restart_first_turns()
         self._device.load(params)
         self._version = version
         self._published = max(self._published, version)

@@ -168,6 +168,13 @@ class SlotTable:
         """The batch is in the cache. Its complete rows await their first draw (`sampled`)."""
         self.cached[batch.slots] += batch.new
 
+    def restart_first_turns(self) -> int:
+        """Forgets what is cached of first turns that are prefilled in part -> how many. For new weights: a first answer
+        then has all of its context from the version that samples it."""
+        partial = (self.phase == Phase.PROMPT) & (self.turns == 1) & (self.cached > 0)
+        self.cached[partial] = 0
+        return int(partial.sum())
+
     def copied(self, followers: np.ndarray, leaders: np.ndarray) -> None:
         """The leaders' prefilled first turns were copied; the followers await their first draw."""
         self.cached[followers] = self.cached[leaders]

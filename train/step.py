@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
@@ -36,6 +37,9 @@ from knittrans_jax.transfer.batch import ChunkArrays, ImageArrays
 AXIS = "data"
 ENCODER_CHUNK_ROWS = 8
 """Encoder rows per chunk: the encoder's activations live one chunk at a time."""
+
+ONE_COLLECTIVE_VALUES = 2**24
+"""Gradients of at most this many values are summed over shards as one array."""
 
 
 class Sums(NamedTuple):
@@ -158,7 +162,7 @@ class StepPrograms:
                 grads["encoder"] = own.encoder
             elif "encoder" in params:
                 grads["encoder"] = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params["encoder"])
-            total, figures = lax.psum((grads, own.figures), AXIS)
+            total, figures = _sum_over_shards((grads, own.figures))
             return jax.tree.map(lambda g: g / denominator, total), figures
 
         def finish(
@@ -231,6 +235,17 @@ class StepPrograms:
 
     def _sampled_mask(self, vocab_size: int) -> jax.Array:
         return jnp.zeros((vocab_size,), jnp.bool_).at[jnp.asarray(self.sampled_ids, jnp.int32)].set(True)
+
+
+def _sum_over_shards(tree: Any) -> Any:
+    """`lax.psum` of float32 leaves. Small trees go as one array: CPU collectives cost by the call, and are not combined."""
+    leaves, structure = jax.tree.flatten(tree)
+    if sum(leaf.size for leaf in leaves) > ONE_COLLECTIVE_VALUES:
+        return lax.psum(tree, AXIS)
+    flat = lax.psum(jnp.concatenate([leaf.reshape(-1) for leaf in leaves]), AXIS)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    parts = jnp.split(flat, ends[:-1])
+    return jax.tree.unflatten(structure, [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
 
 
 def _add(total: jax.Array, term: jax.Array) -> jax.Array:

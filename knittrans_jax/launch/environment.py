@@ -16,6 +16,8 @@ from knittrans_jax.launch.supervise import Role
 
 JAX_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+"""XLA on CPU allocates and frees its buffers in every call; glibc would give the pages back and fault them in again."""
 LAUNCHED = "KNITTRANS_LAUNCHED"
 """Set for roles that a launcher started: the launcher then writes the run's summary, not the scheduler's process."""
 
@@ -71,6 +73,7 @@ def jax_environment(
         own["JAX_NUM_CPU_DEVICES"] = str(devices)
         if "NPROC" not in environment:
             own["NPROC"] = str(max(threads, devices))  # XLA's thread pools; at least one thread a device
+        own |= {name: value for name, value in KEEP_MEMORY.items() if name not in environment}
         flags = environment.get("XLA_FLAGS", "")
         kept = [flag for flag in flags.split() if not flag.startswith("--xla_force_host_platform_device_count")]
         if threads == 1 and not any(flag.startswith("--xla_cpu_multi_thread_eigen") for flag in kept):

@@ -120,3 +120,19 @@ def test_a_picture_is_kept_as_it_was_shown():
     shown = encoder().encode(Turn((picture,)))
     picture[:] = 9
     assert not shown.images[0].pixels_HxWxC.any()
+
+
+def test_new_weights_restart_a_first_turn_that_is_prefilled_in_part_and_nothing_else():
+    table = SlotTable(slots=3, capacity=60, end_id=END, max_answer_tokens=3)
+    for slot in range(3):
+        table.begin(slot)
+        table.show(slot, encoder().encode(Turn(("abcabc",))))
+    table.prefilled(table.prefill_batch(np.array([0]), rows=1, width=4))
+    table.prefilled(table.prefill_batch(np.array([1]), rows=1, width=8))
+    whole = np.array([1])
+    table.sampled(whole, np.array([END]), np.zeros(1, np.float32), version=3)
+    assert table.restart_first_turns() == 1
+    assert table.cached.tolist() == [0, 6, 0]
+    table.show(1, encoder().encode(Turn(("abcabc",))))
+    table.prefilled(table.prefill_batch(whole, rows=1, width=4))
+    assert table.restart_first_turns() == 0, "a later turn's answer is of another version than the first one's anyway"
