@@ -1,17 +1,16 @@
 """`grid-lookup`: 4 handwritten digits in a 2x2 picture, 3 turns; each shows the same picture and asks about a part of it.
 
-The cells are called `a b` above `c d`. A question names one cell (`c`: its digit is the answer) or two (`cb`: the digits of b
-and of c, the last named first), so questions and answers are of unequal length. No question is asked twice in an episode.
+The cells are called `a b` above `c d`. A question names one cell (`c`: one digit) or a row (`top` or `low`: two digits), so
+questions and answers are of unequal length. No question is asked twice in an episode.
 
-Attributes: `domain`, `cells` (three questions for one cell) or `pairs` (one or two of the three ask for two); `difficulty`,
-`distinct` when all four digits differ, else `repeated` (then looking at a wrong cell can still give the right digit).
+Attributes: `domain`, `cells` (three cell questions) or `rows` (one or two of the three ask for a row); `difficulty`, `distinct`
+when all four digits differ, else `repeated` (then looking at a wrong cell can still give the right digit).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -33,18 +32,16 @@ from knittrans_jax.rollout.text import Vocabulary
 from knittrans_jax.strict_yaml import convert_strictly
 
 CELLS = {"a": (0,), "b": (1,), "c": (2,), "d": (3,)}
-PAIRS = {second + first: (*CELLS[first], *CELLS[second]) for first, second in itertools.permutations(CELLS, 2)}
-QUESTIONS = CELLS | PAIRS
-"""Question -> the cells whose digits are the answer, in its order; cells 0 1 above 2 3."""
-MAX_PAIRS = 2
-"""Most questions for two cells in an episode."""
+ROWS = {"top": (0, 1), "low": (2, 3)}
+QUESTIONS = CELLS | ROWS
+"""Question -> the cells whose digits are the answer, in reading order: 0 1 above 2 3."""
 TURNS = 3
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`pairs_share`: share of prompts of the domain `pairs`. `train_prompts`, `heldout_prompts`: how many prompts are drawn."""
+    """`rows_share`: share of prompts of the domain `rows`. `train_prompts`, `heldout_prompts`: how many prompts are drawn."""
 
-    pairs_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    rows_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
     train_prompts: Annotated[int, msgspec.Meta(ge=1, le=999_999)] = 4096
     heldout_prompts: Annotated[int, msgspec.Meta(ge=1, le=999_999)] = 352
 
@@ -120,9 +117,9 @@ class GridLookup:
         """Everything about a prompt."""
         return self._grid(*parse_prompt_id(prompt_id, self._counts))
 
-    def _asks_pairs(self, index: int) -> bool:
-        """Spreads the domain `pairs` evenly: of the first i prompts, floor(i * pairs_share) are of it."""
-        share = self.options.pairs_share
+    def _asks_rows(self, index: int) -> bool:
+        """Spreads the domain `rows` evenly: of the first i prompts, floor(i * rows_share) are of it."""
+        share = self.options.rows_share
         return math.floor((index + 1) * share) > math.floor(index * share)
 
     def _draw(self, split: Split, index: int) -> GridPrompt:
@@ -130,8 +127,11 @@ class GridLookup:
         digits = load_digits(split)
         chosen = rng.integers(len(digits.labels_N), size=4)
         picture = np.block([[digits.images_NxHxW[chosen[2 * row + column]] for column in (0, 1)] for row in (0, 1)])
-        pairs = int(rng.integers(1, MAX_PAIRS + 1)) if self._asks_pairs(index) else 0
-        asked = [*rng.permutation(list(PAIRS))[:pairs], *rng.permutation(list(CELLS))[: TURNS - pairs]]
+        row_questions = int(rng.integers(1, len(ROWS) + 1)) if self._asks_rows(index) else 0
+        asked = [
+            *rng.permutation(list(ROWS))[:row_questions],
+            *rng.permutation(list(CELLS))[: TURNS - row_questions],
+        ]
         questions = tuple(str(question) for question in rng.permutation(asked))
         a, b, c, d = (int(label) for label in digits.labels_N[chosen])
         return GridPrompt(picture[..., None], (a, b, c, d), questions)
@@ -141,7 +141,7 @@ class GridLookup:
         return Prompt(
             prompt_id(split, index),
             {
-                "domain": "pairs" if self._asks_pairs(index) else "cells",
+                "domain": "rows" if self._asks_rows(index) else "cells",
                 "difficulty": "distinct" if len(set(grid.digits)) == 4 else "repeated",
             },
         )

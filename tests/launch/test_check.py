@@ -44,7 +44,7 @@ WRONG = [
     (["train.encoder_row_patches=62"], "train.encoder_row_patches", "62", "multiple of 4"),
     (["batch.quotas={colour: {red: {min: 1}}}"], "batch.quotas.colour", "", "has no attribute 'colour'"),
     (["batch.quotas.domain={diagonals: {min: 1}}"], "batch.quotas.domain.diagonals", "min 1", "cells (2048)"),
-    (["batch.quotas.domain={cells: {max: 1}, pairs: {max: 1}}"], "batch.quotas.domain", "", "fewer than batch.groups"),
+    (["batch.quotas.domain={cells: {max: 1}, rows: {max: 1}}"], "batch.quotas.domain", "", "fewer than batch.groups"),
     (["rollout.storage_bytes=1000"], "rollout.storage_bytes", "1000", "smallest budget that works"),
     (["eval.final_prompts=100000"], "eval.final_prompts", "100000", "held-out prompts"),
 ]

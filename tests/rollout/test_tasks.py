@@ -54,7 +54,7 @@ def test_a_grid_picture_shows_the_digits_that_its_answers_name():
         seen = [str(label_of[np.ascontiguousarray(cell).tobytes()]) for cell in cells]
         assert len(set(grid.questions)) == 3
         assert prompt.attributes["domain"] == (
-            "pairs" if any(len(QUESTIONS[q]) == 2 for q in grid.questions) else "cells"
+            "rows" if any(len(QUESTIONS[q]) == 2 for q in grid.questions) else "cells"
         )
         assert prompt.attributes["difficulty"] == ("distinct" if len(set(seen)) == 4 else "repeated")
         for question in grid.questions:
@@ -63,7 +63,7 @@ def test_a_grid_picture_shows_the_digits_that_its_answers_name():
 
 def test_a_grid_episode_shows_its_picture_in_every_turn_and_scores_each_answer():
     task = GridLookup({}, seed=0)
-    prompt = next(p for p in task.prompts("train") if p.attributes["domain"] == "pairs")
+    prompt = next(p for p in task.prompts("train") if p.attributes["domain"] == "rows")
     grid = task.grid(prompt.prompt_id)
     episode = task.episode(prompt.prompt_id)
     turn = episode.first()
@@ -81,9 +81,9 @@ def test_a_grid_episode_shows_its_picture_in_every_turn_and_scores_each_answer()
 
 def test_shares_of_the_domains_are_those_asked_for():
     for share in (0.0, 0.25, 1.0):
-        task = GridLookup({"pairs_share": share, "train_prompts": 400}, seed=0)
-        pairs = sum(prompt.attributes["domain"] == "pairs" for prompt in task.prompts("train"))
-        assert pairs == 400 * share
+        task = GridLookup({"rows_share": share, "train_prompts": 400}, seed=0)
+        rows = sum(prompt.attributes["domain"] == "rows" for prompt in task.prompts("train"))
+        assert rows == 400 * share
 
 
 def test_digits_read_asks_for_all_digits_of_its_picture():
@@ -123,9 +123,9 @@ def test_partial_credit_counts_positions_and_halves_wrong_lengths():
 def test_lengths_and_bytes_follow_from_the_limits():
     limits = GridLookup({}, 0).limits
     assert max_image_tokens(limits, patch_size=4, merge_size=2) == 4
-    # per turn: image_start, 4, image_end, "cb", and 8 sampled
-    assert max_trajectory_tokens(limits, 4, 2, max_answer_tokens=8) == 3 * (6 + 2 + 8)
-    assert max_group_bytes(limits, trajectories=2, trajectory_tokens=48) == 2 * (48 * 13 + 3 * 256)
+    # per turn: image_start, 4, image_end, "top", and 8 sampled
+    assert max_trajectory_tokens(limits, 4, 2, max_answer_tokens=8) == 3 * (6 + 3 + 8)
+    assert max_group_bytes(limits, trajectories=2, trajectory_tokens=51) == 2 * (51 * 13 + 3 * 256)
     with pytest.raises(ValueError, match="multiple of 10"):
         max_trajectory_tokens(limits, 5, 2, 8)
 
