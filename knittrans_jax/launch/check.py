@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from rich.console import RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -21,7 +22,7 @@ from knittrans_jax.config import Config, ConfigError
 from knittrans_jax.encoding.patches import grid_of
 from knittrans_jax.models.config import PRESETS, ModelConfig, VisionConfig, preset
 from knittrans_jax.observe.table import size
-from knittrans_jax.rollout.tasks.base import Task, max_group_bytes, max_trajectory_tokens
+from knittrans_jax.rollout.tasks.base import Prompt, Split, Task, max_group_bytes, max_trajectory_tokens
 from knittrans_jax.rollout.tasks.registry import load_task
 from knittrans_jax.transfer.plan import WorstCase, worst_case
 
@@ -72,9 +73,9 @@ def check_run(config: Config) -> RunArithmetic:
     model = _model(config, task)
     tokens = _check_lengths(config, task, model.vision)
     patches = _check_images(config, task, model.vision)
-    train = [prompt.attributes for prompt in task.prompts("train")]
-    heldout = len(task.prompts("heldout"))
-    _check_prompt_ids(config, task)
+    prompts = {split: _prompts(config, task, split) for split in ("train", "heldout")}
+    train, heldout = [prompt.attributes for prompt in prompts["train"]], len(prompts["heldout"])
+    _check_prompt_ids(config, [*prompts["train"], *prompts["heldout"]])
     _check_quota_values(config, train)
     rules = resolve(config.batch, train)
     gate = LaunchGate(rules, config.admission.look_ahead_groups, config.train.updates // config.batch.mini_batches)
@@ -147,16 +148,35 @@ def _check_images(config: Config, task: Task, vision: VisionConfig | None) -> in
     return patches
 
 
-def _check_prompt_ids(config: Config, task: Task) -> None:
+def _prompts(config: Config, task: Task, split: Split) -> list[Prompt]:
+    """The task's prompts, which are somebody else's code: whatever is wrong with them is said of the task."""
+    try:
+        prompts = list(task.prompts(split))
+    except Exception as error:
+        raise ConfigError(
+            f"task.name: prompts({split!r}) of the task fails: {type(error).__name__}: {error} (value {config.task.name!r})"
+        ) from error
+    for prompt in prompts:
+        try:
+            msgspec.convert(prompt.attributes, dict[str, str], strict=True)
+            msgspec.convert(prompt.prompt_id, str, strict=True)
+        except (msgspec.ValidationError, AttributeError) as error:
+            raise ConfigError(
+                f"task.name: a prompt of prompts({split!r}) has no text id with attributes from text to text: {error} "
+                f"(value {config.task.name!r})"
+            ) from error
+    return prompts
+
+
+def _check_prompt_ids(config: Config, prompts: list[Prompt]) -> None:
     seen: set[str] = set()
-    for split in ("train", "heldout"):
-        for prompt in task.prompts(split):
-            if prompt.prompt_id in seen:
-                raise ConfigError(
-                    f"task.name: prompt id {prompt.prompt_id!r} comes twice; ids are unique over both splits "
-                    f"(value {config.task.name!r})"
-                )
-            seen.add(prompt.prompt_id)
+    for prompt in prompts:
+        if prompt.prompt_id in seen:
+            raise ConfigError(
+                f"task.name: prompt id {prompt.prompt_id!r} comes twice; ids are unique over both splits "
+                f"(value {config.task.name!r})"
+            )
+        seen.add(prompt.prompt_id)
 
 
 def _check_quota_values(config: Config, prompts: list[dict[str, str]]) -> None:

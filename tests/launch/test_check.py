@@ -95,3 +95,17 @@ def test_check_prints_one_json_object_and_nothing_else_and_never_loads_jax(tmp_p
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["name"] == "other"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise OSError('no data')", r"prompts\('train'\) of the task fails: OSError: no data"),
+        ("return [Prompt('a', {'domain': 3})]", "attributes from text to text"),
+    ],
+)
+def test_prompts_that_fail_are_said_of_the_task(tmp_path: Path, body: str, message: str) -> None:
+    source = (Path(__file__).parents[1] / "rollout" / "my_task.py").read_text()
+    (tmp_path / "bad.py").write_text(f"{source}\n\nclass Bad(Echo):\n    def prompts(self, split):\n        {body}\n")
+    with pytest.raises(ConfigError, match=message):
+        check_run(load_config(GRID, [f"task.name={tmp_path / 'bad.py'}:Bad", "task.options={}"]))
