@@ -139,6 +139,11 @@ def wait_for_endpoint(
         time.sleep(0.05)
 
 
+def reachable_host(host: str) -> str:
+    """What others connect to when this machine listens on `host`: its own name, where that is every interface."""
+    return socket.gethostname() if host in ("0.0.0.0", "*") else host
+
+
 class ControlServer:
     """The scheduler's end: a ROUTER socket. `address` is what peers connect to; port 0 picks a free one."""
 
@@ -175,8 +180,7 @@ class ControlServer:
                     f"control.host/control.port: cannot listen on {host}:{port}: {error.strerror}"
                 ) from error
             bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1]
-            reachable = socket.gethostname() if host in ("0.0.0.0", "*") else host
-            self.address = f"tcp://{reachable}:{bound}"
+            self.address = f"tcp://{reachable_host(host)}:{bound}"
             endpoint = ControlEndpoint(address=self.address, server_key=public.decode())
             write_private_file(control_file, msgspec.json.encode(endpoint))
         except BaseException:

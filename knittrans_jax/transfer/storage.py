@@ -44,7 +44,7 @@ from knittrans_jax.transfer.bulk import (
     row_buffers,
     row_views,
 )
-from knittrans_jax.transfer.control import ControlClient, ControlError
+from knittrans_jax.transfer.control import ControlClient, ControlError, reachable_host
 from knittrans_jax.transfer.storage_state import StorageMissing, StorageRefused, StorageState
 
 SYNC_S = 0.2
@@ -114,7 +114,7 @@ class StorageServer:
         self._closing = threading.Event()
         self._listener = socket.create_server((host, port), backlog=128)
         self._listener.settimeout(ACCEPT_POLL_S)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.address = f"{reachable_host(host)}:{self._listener.getsockname()[1]}"
         self._accepting = threading.Thread(target=self._accept, name="storage-accept", daemon=True)
         self._accepting.start()
 
