@@ -3,7 +3,7 @@
 The cells are called `a b` above `c d`. A question names one cell (`c`: one digit) or a row (`top` or `low`: two digits), so
 questions and answers are of unequal length. No question is asked twice in an episode.
 
-Attributes: `domain`, `cells` (three cell questions) or `rows` (one or two of the three ask for a row); `difficulty`, `distinct`
+Attributes: `domain`, `cells` (three cell questions) or `rows` (both rows and one cell); `difficulty`, `distinct`
 when all four digits differ, else `repeated` (then looking at a wrong cell can still give the right digit).
 """
 
@@ -127,11 +127,8 @@ class GridLookup:
         digits = load_digits(split)
         chosen = rng.integers(len(digits.labels_N), size=4)
         picture = np.block([[digits.images_NxHxW[chosen[2 * row + column]] for column in (0, 1)] for row in (0, 1)])
-        row_questions = int(rng.integers(1, len(ROWS) + 1)) if self._asks_rows(index) else 0
-        asked = [
-            *rng.permutation(list(ROWS))[:row_questions],
-            *rng.permutation(list(CELLS))[: TURNS - row_questions],
-        ]
+        rows = list(ROWS) if self._asks_rows(index) else []
+        asked = [*rows, *rng.permutation(list(CELLS))[: TURNS - len(rows)]]
         questions = tuple(str(question) for question in rng.permutation(asked))
         a, b, c, d = (int(label) for label in digits.labels_N[chosen])
         return GridPrompt(picture[..., None], (a, b, c, d), questions)

@@ -113,10 +113,11 @@ def test_partial_credit_is_full_for_the_truth_alone(answer: str, truth: str):
     assert (credit == 1) == (answer == truth)
 
 
-def test_partial_credit_counts_positions_and_halves_wrong_lengths():
+def test_partial_credit_counts_positions_halves_long_answers_and_gives_nothing_for_short_ones():
     assert partial_credit("12", "12") == 1
     assert partial_credit("13", "12") == pytest.approx(1 / 2)
     assert partial_credit("123", "12") == pytest.approx(2 / 3 / 2)
+    assert partial_credit("1", "12") == 0
     assert partial_credit("", "12") == 0
 
 
