@@ -35,6 +35,9 @@ from knittrans_jax.transfer.loader import Chunk, ChunkLoader, LoaderError, Loade
 from knittrans_jax.transfer.pack import copies_layout
 from knittrans_jax.transfer.weights import WeightsError, WeightWriter
 
+LEAVE_S = 1.0
+"""A process told to end may be inside a compilation, or a collective whose other side is gone: it leaves after this long."""
+
 
 def run_train(config: Config, run_dir: Path, index: int) -> None:
     """Training process `index`, from registration to the scheduler's word that there is no further plan.
@@ -71,8 +74,16 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
 
         writer = WeightWriter(run_dir / "weights", index, config.train.processes, on_written)
         loader = ChunkLoader(_loader_options(config, setup, control_file, index, incarnation))
+
+        def end(*_: object) -> None:
+            stop.set()
+            loader.interrupt()
+            leave = threading.Timer(LEAVE_S, os._exit, (0,))
+            leave.daemon = True
+            leave.start()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: (stop.set(), loader.interrupt()))
+            signal.signal(number, end)
         trainer = Trainer(config, setup, index, incarnation, compilations, control, writer)
         try:
             trainer.publish()

@@ -374,6 +374,10 @@ class SchedulerCore:
                     self._told_to_stop.add(f"train{request.process}")
                     return msg.PlanReply(plan=None)
             case msg.ChunkHeld():
+                # Once the run ends nobody goes: a process may have been told so before the last one held its rows.
+                if self.ending is not None:
+                    self._told_to_stop.add(f"train{request.process}")
+                    return msg.PlanReply(plan=None)
                 if self.training.may_go(request.plan_id, request.chunk):
                     return msg.Go()
         refusal = self._ended()

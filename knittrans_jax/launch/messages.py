@@ -142,7 +142,10 @@ class PlanReply(Message, frozen=True, kw_only=True):
 
 
 class ChunkHeld(Message, frozen=True, kw_only=True):
-    """This process holds its rows of a chunk (chunk 0: and its images). Answered with `Go` when all processes do."""
+    """This process holds its rows of a chunk (chunk 0: and its images). Answered with `Go` when all processes do.
+
+    When the run ends before that, the answer is `PlanReply(plan=None)`, to all of them.
+    """
 
     process: int
     incarnation: int

@@ -298,6 +298,8 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
 
         held = ChunkHeld(process=options.process, incarnation=options.incarnation, plan_id=plan.plan_id, chunk=index)
         reply = self._ask(held)
+        if isinstance(reply, PlanReply) and reply.plan is None:
+            raise StopIteration  # the run ends, and no process launches this chunk
         if not isinstance(reply, Go):
             raise ControlError(f"expected Go to ChunkHeld, got {type(reply).__name__}")
         return Chunk(plan, index, arrays, images, self._plan_arrived_s, time.monotonic(), pulled_bytes)

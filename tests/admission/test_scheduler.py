@@ -560,3 +560,16 @@ def test_the_summary_has_every_figure_and_its_accounts_add_up():
     assert summary["compilations_after_warmup"] == 0
     assert summary["staleness"]["unit"] == "updates"
     assert summary["ended"] == "finished"
+
+
+def test_when_the_run_ends_no_process_goes_even_if_the_last_one_holds_its_rows_now():
+    model = begun()
+    host = model.hosts[0]
+    lease_all(model, host)
+    model.sync(host)
+    assert model.core.state.plans
+    first = msg.ChunkHeld(process=0, incarnation=0, plan_id=0, chunk=0)
+    model.core.handle("first", first, model.now_s)
+    step = model.core.handle("end", msg.Shutdown(reason="interrupted"), model.now_s)
+    assert ("first", msg.PlanReply(plan=None)) in step.replies
+    assert model.ask(msg.ChunkHeld(process=1, incarnation=0, plan_id=0, chunk=0)) == msg.PlanReply(plan=None)
