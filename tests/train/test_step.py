@@ -18,7 +18,7 @@ def report() -> Any:
         [sys.executable, str(Path(__file__).with_name("step_process.py"))],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -26,6 +26,7 @@ def report() -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
 def test_gradient_does_not_depend_on_micro_batches_shards_packing_or_encoder_mode(report: Any):
     layouts = report["images"]["layouts"] | report["text"]["layouts"]
     assert {row["micro_batches"] for row in layouts.values()} >= {2, 8}
@@ -35,6 +36,7 @@ def test_gradient_does_not_depend_on_micro_batches_shards_packing_or_encoder_mod
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
 def test_parameters_after_one_update_agree_to_1e_6_per_tensor(report: Any):
     for kind in ("images", "text"):
         for name, row in report[kind]["layouts"].items():
@@ -42,6 +44,7 @@ def test_parameters_after_one_update_agree_to_1e_6_per_tensor(report: Any):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
 def test_every_tensor_has_a_gradient_and_the_encoder_has_none_without_images(report: Any):
     assert report["images"]["smallest_decoder_norm"] > 0
     assert report["images"]["encoder_norm"] > 0
