@@ -186,11 +186,23 @@ def difference(tree: Any, reference: Any) -> float:
 
 
 def adam_step(gradient: Any) -> Any:
-    """Parameters after one AdamW update by this gradient."""
+    """Parameters after one AdamW update by this gradient, in the middle of a run: Adam's moments have a history.
+
+    (Its very first step divides each element by its own size: where a gradient is almost nothing, rounding decides the sign.)
+    """
     _, params = seed_model()
     optimizer = make_optimizer(OptimizerConfig(), 100)
-    state = init_state(params, optimizer)
-    return optax.apply_updates(params, optimizer.update(gradient, state.opt_state, params)[0])
+    rng = np.random.default_rng(3)
+    earlier = jax.tree.map(
+        lambda g: jnp.asarray(rng.normal(0, max(float(np.sqrt(np.mean(np.square(g)))), 1e-6), g.shape), g.dtype),
+        reference_gradient[0],
+    )
+    _, opt_state = optimizer.update(earlier, init_state(params, optimizer).opt_state, params)
+    return optax.apply_updates(params, optimizer.update(gradient, opt_state, params)[0])
+
+
+reference_gradient: list[Any] = []
+"""The reference layout's gradient: the scale of the history."""
 
 
 def main() -> None:
@@ -213,6 +225,7 @@ def main() -> None:
             recorded, shards=1, micro_batch_rows=whole, row_tokens=longest, chunk=1, mode="per_micro_batch"
         )
         expected = state.opt_state
+        reference_gradient[:] = [expected]
         params = adam_step(expected)
         layouts = {}
         for mode, shards, rows, tokens, chunk in kinds if images else kinds[2:3]:
