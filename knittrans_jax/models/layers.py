@@ -54,8 +54,8 @@ def _over_last(vector: jax.Array, ndim: int) -> jax.Array:
 def normal(std: float) -> Callable[[jax.Array, Sequence[int], DTypeLike], jax.Array]:
     """An initialiser: normal with this standard deviation.
 
-    With a real key numpy draws (the key's bits seed it): eager JAX would compile a program per shape, ten seconds for the
-    tiny model in every process. Under a trace (jit, eval_shape) JAX draws, with other values.
+    With a real key numpy draws (the key's bits seed it): eager JAX would compile a program per shape, in every
+    process. Under a trace (jit, eval_shape) JAX draws, with other values.
     """
 
     def draw(key: jax.Array, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
