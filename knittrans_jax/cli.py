@@ -64,6 +64,15 @@ def _parser() -> argparse.ArgumentParser:
     ):
         role = add(name, command, text, json=False)
         role.add_argument("--index", type=int, required=True, metavar="I", help="its number, from 0")
+    text = "Run a benchmark; an unknown name lists them."
+    bench = commands.add_parser("bench", help=text, description=text, allow_abbrev=False)
+    bench.add_argument("name", metavar="NAME")
+    bench.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the benchmark's own")
+    bench.add_argument("--json", action="store_true", help="one JSON object on standard output, nothing else")
+    bench.add_argument(
+        "--out", type=Path, default=Path("runs/benchmarks"), metavar="DIR", help="where the JSON is kept"
+    )
+    bench.set_defaults(command=_bench)
     return parser
 
 
@@ -159,6 +168,30 @@ def _train(options: argparse.Namespace) -> int:
     from knittrans_jax.train.process import run_train
 
     run_train(config, _directory(config), index)
+    return DONE
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from knittrans_jax.benchmarks.harness import BenchFailed, report_to_dict, write_report
+    from knittrans_jax.benchmarks.registry import load_bench
+    from knittrans_jax.benchmarks.table import report_view
+
+    bench = load_bench(options.name, options.overrides)
+    progress = Console(stderr=True)
+    try:
+        report = bench.run(
+            bench.settings, lambda text: progress.print(text, style="dim", markup=False, highlight=False)
+        )
+        result = report_to_dict(bench.name, msgspec.to_builtins(bench.settings), report)
+        path = write_report(options.out, result)
+    except (BenchFailed, OSError) as error:
+        return _complain(f"bench {bench.name}: {error}", FAILED)
+    if options.json:
+        _print_json(result)
+    else:
+        Console().print(report_view(result, report, str(path)))
     return DONE
 
 

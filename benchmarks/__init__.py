@@ -1,0 +1,1 @@
+"""Measurements with a noise floor: `knittrans bench NAME`."""

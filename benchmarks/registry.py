@@ -1,0 +1,62 @@
+"""The benchmarks by name. A benchmark is a module with
+
+    class Settings(BenchSettings, frozen=True): ...   # its sizes, fixed here; `key=value` on the command line changes them
+    def bench(settings: Settings, say: Say) -> Report: ...
+
+and a line in `BENCHES`. Nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from knittrans_jax.benchmarks.harness import Report, Say
+from knittrans_jax.config import ConfigError, apply_override
+from knittrans_jax.strict_yaml import convert_strictly
+
+BENCHES: dict[str, tuple[str, str]] = {
+    "noise": ("knittrans_jax.benchmarks.noise", "equal work against itself: what this machine cannot tell apart"),
+}
+"""Name -> module, and what it measures."""
+
+
+class BenchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every benchmark's settings: frozen, and a key that it does not know is an error."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """A benchmark with its settings, ready to run."""
+
+    name: str
+    settings: BenchSettings
+    run: Callable[[Any, Say], Report]
+
+
+def load_bench(name: str, overrides: Sequence[str]) -> Bench:
+    """Finds a benchmark and reads its settings.
+
+    Args:
+        name: a key of `BENCHES`.
+        overrides: `key=value` strings; the value is read as YAML.
+
+    Raises:
+        ConfigError: no such benchmark, or settings that it refuses.
+    """
+    if name not in BENCHES:
+        listed = "\n".join(f"  {one:<12} {text}" for one, (_, text) in BENCHES.items())
+        raise ConfigError(f"no benchmark {name!r}; there are\n{listed}")
+    module = importlib.import_module(BENCHES[name][0])
+    raw: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(raw, override)
+    try:
+        settings = convert_strictly(raw, module.Settings)
+    except ValueError as error:
+        raise ConfigError(f"bench {name}: {error}") from error
+    return Bench(name, settings, module.bench)
