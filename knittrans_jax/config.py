@@ -61,9 +61,13 @@ class BatchConfig(Section, frozen=True):
 
 
 class AdmissionConfig(Section, frozen=True):
-    """When prompts are launched and finished groups admitted. `look_ahead_groups` is `L`, in groups."""
+    """When prompts are launched and finished groups admitted. `look_ahead_groups` is `L`, in groups.
 
-    policy: Literal["mini_batch"] = "mini_batch"
+    `policy`: `mini_batch` takes any mini-batch that the train batch's rules allow; the baselines are `train_batch` (waits for
+    a whole train batch), `proportional` (every mini-batch repeats the batch's composition) and `fifo` (no quotas).
+    """
+
+    policy: Literal["mini_batch", "train_batch", "proportional", "fifo"] = "mini_batch"
     schedule: Literal["disaggregated", "colocated"] = "disaggregated"
     look_ahead_groups: NonNegativeInt | dict[str, NonNegativeInt] = 0
     admit_ahead: NonNegativeInt = 1
@@ -385,6 +389,12 @@ def _check_admission(config: Config) -> None:
             config.train.publish,
             "admission.schedule = colocated refreshes its weights at the train batch's boundary only: "
             "must be train_batch",
+        )
+        _refuse(
+            admission.policy not in ("mini_batch", "train_batch"),
+            "admission.policy",
+            admission.policy,
+            "admission.schedule = colocated admits whole train batches: must be mini_batch or train_batch",
         )
 
 

@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from knittrans_jax.config import BatchConfig, ConfigError, groups_of
+from knittrans_jax.config import BatchConfig, Config, ConfigError, groups_of
 
 Kind = tuple[str, ...]
 
@@ -83,6 +83,8 @@ class Rules:
     mini_batches: int
     attribute: str | None
     quotas: Mapping[str, Quota]
+    enforced: bool = True
+    """False: admission keeps the size only (policy `fifo`); the launch gate still goes by the quotas."""
 
     @property
     def mini_batch_groups(self) -> int:
@@ -111,7 +113,74 @@ class Rules:
 
     def open_batch(self) -> Completion:
         """An empty train batch."""
-        return OneAttribute(self)
+        return OneAttribute(self) if self.enforced else SizeOnly(self)
+
+    @property
+    def composition(self) -> dict[Kind, int]:
+        """One whole batch: the minima, and the places they leave shared by the room up to the maxima (largest remainder)."""
+        quotas = {kind: self.quota(kind) for kind in self.kinds}
+        free = self.groups - sum(quota.least for quota in quotas.values())
+        extra = share_out(free, {kind: quota.most - quota.least for kind, quota in quotas.items()})
+        return {kind: quota.least + extra[kind] for kind, quota in quotas.items()}
+
+
+def share_out(total: int, weights: Mapping[Kind, int]) -> dict[Kind, int]:
+    """`total` in whole numbers proportional to `weights`: largest remainder, ties by kind; never above a weight if it fits."""
+    whole = sum(weights.values())
+    if not whole:
+        return dict.fromkeys(weights, 0)
+    shares = {kind: total * weight // whole for kind, weight in weights.items()}
+    by_remainder = sorted(weights, key=lambda kind: (-(total * weights[kind] % whole), kind))
+    for kind in by_remainder[: total - sum(shares.values())]:
+        shares[kind] += 1
+    return shares
+
+
+class SizeOnly:
+    """`Completion` of a batch that has a size and no other rule."""
+
+    __slots__ = ("_rules", "_slots")
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._slots = rules.groups
+
+    def __eq__(self, other: object) -> bool:
+        return self._slots == other._slots if isinstance(other, SizeOnly) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def slots_left(self) -> int:
+        """Groups that the batch still takes."""
+        return self._slots
+
+    def can_take(self, kind: Kind) -> bool:
+        """See `Completion.can_take`."""
+        return self._slots > 0
+
+    def take(self, kind: Kind) -> None:
+        """See `Completion.take`."""
+        if self._slots <= 0:
+            raise ValueError(f"a train batch without slots left cannot take a group of kind {kind}")
+        self._slots -= 1
+
+    def usable(self, pool: Mapping[Kind, int]) -> int:
+        """See `Completion.usable`."""
+        return min(self._slots, sum(pool.values()))
+
+    def shortage(self, pool: Mapping[Kind, int], wanted: int) -> Shortage | None:
+        """See `Completion.shortage`."""
+        missing = wanted - self.usable(pool)
+        if missing <= 0:
+            return None
+        return Shortage("batch.groups", f"{self._rules.mini_batch_groups} per mini-batch", missing, self._rules.kinds)
+
+    def copy(self) -> SizeOnly:
+        """An independent copy."""
+        other = SizeOnly.__new__(SizeOnly)
+        other._rules, other._slots = self._rules, self._slots
+        return other
 
 
 class OneAttribute:
@@ -186,6 +255,17 @@ class OneAttribute:
         other._rules, other._slots, other._reserved = self._rules, self._slots, self._reserved
         other._least, other._most = dict(self._least), dict(self._most)
         return other
+
+
+def rules_of(config: Config, prompts: Iterable[Mapping[str, str]] | None = None) -> Rules:
+    """The rules of a run under its policy: `resolve`, then exact quotas for `proportional` and size alone for `fifo`."""
+    rules = resolve(config.batch, prompts)
+    if config.admission.policy == "fifo":
+        return dataclasses.replace(rules, enforced=False)
+    if config.admission.policy == "proportional" and rules.attribute is not None:
+        exact = {kind[0]: Quota(count, count) for kind, count in rules.composition.items()}
+        return dataclasses.replace(rules, quotas=exact)
+    return rules
 
 
 def resolve(batch: BatchConfig, prompts: Iterable[Mapping[str, str]] | None = None) -> Rules:

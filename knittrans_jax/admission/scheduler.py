@@ -25,7 +25,7 @@ from knittrans_jax.admission.figures import RunFigures, unique_payload_bytes
 from knittrans_jax.admission.gate import LaunchGate
 from knittrans_jax.admission.policy import Waiting, make_policy
 from knittrans_jax.admission.prompts import PromptOrder
-from knittrans_jax.admission.rules import resolve
+from knittrans_jax.admission.rules import rules_of
 from knittrans_jax.admission.state import AdmissionState
 from knittrans_jax.admission.status import live_status
 from knittrans_jax.admission.storage_room import check_storage
@@ -93,7 +93,7 @@ class SchedulerCore:
         Raises:
             ConfigError: rules that no batch of these prompts can meet, or storage too small for the run to go on.
         """
-        rules = resolve(config.batch, [attributes for _, attributes in train_prompts])
+        rules = rules_of(config, [attributes for _, attributes in train_prompts])
         self.config = config
         self.state = AdmissionState(rules)
         self.prompts = PromptOrder(rules, train_prompts, config.seed)

@@ -15,10 +15,14 @@ def check_storage(config: Config, group_bytes: int, look_ahead_groups: int) -> N
     """Raises `ConfigError` when the budgets could stop the run, and says the smallest that works.
 
     At most `L` launched groups are of no use to the train batch under way, so a mini-batch can always be formed from
-    `L + B / K` groups; a colocated batch must be whole before it begins.
+    `L + B / K` groups; a colocated batch must be whole before it begins, and so must one of the policy `train_batch`;
+    `proportional` can need as many before it has all of a mini-batch's kinds.
     """
     if config.admission.schedule == "colocated":
         needed, why = config.batch.groups, "batch.groups (a colocated batch begins when it is whole)"
+    elif config.admission.policy in ("train_batch", "proportional"):
+        needed = look_ahead_groups + config.batch.groups
+        why = f"admission.look_ahead_groups and batch.groups, for admission.policy = {config.admission.policy}"
     else:
         needed = look_ahead_groups + config.mini_batch_groups
         why = "admission.look_ahead_groups and one mini-batch"

@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from knittrans_jax.admission.gate import LaunchGate
-from knittrans_jax.admission.rules import Rules, count_values, resolve
+from knittrans_jax.admission.rules import Rules, count_values, rules_of
 from knittrans_jax.admission.storage_room import check_storage
 from knittrans_jax.config import Config, ConfigError
 from knittrans_jax.encoding.patches import grid_of
@@ -77,7 +77,7 @@ def check_run(config: Config) -> RunArithmetic:
     train, heldout = [prompt.attributes for prompt in prompts["train"]], len(prompts["heldout"])
     _check_prompt_ids(config, [*prompts["train"], *prompts["heldout"]])
     _check_quota_values(config, train)
-    rules = resolve(config.batch, train)
+    rules = rules_of(config, train)
     gate = LaunchGate(rules, config.admission.look_ahead_groups, config.train.updates // config.batch.mini_batches)
     n = config.batch.trajectories_per_group
     group_bytes = max_group_bytes(task.limits, n, config.rollout.cache_tokens)

@@ -12,14 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from knittrans_jax.admission import events as ev
-from knittrans_jax.admission.policy import MiniBatchPolicy, Waiting
-from knittrans_jax.admission.rules import Rules, resolve
+from knittrans_jax.admission.policy import (
+    MiniBatchPolicy,
+    Policy,
+    TrainBatchPolicy,
+    Waiting,
+    make_policy,
+    mini_batch_composition,
+)
+from knittrans_jax.admission.rules import Quota, Rules, resolve, rules_of
 from knittrans_jax.admission.state import AdmissionState
-from knittrans_jax.config import BatchConfig, Bound
+from knittrans_jax.config import BatchConfig, Bound, Config
 from knittrans_jax.trajectory import MiniBatchPlan, PlannedGroup
 
 from . import brute
-from .model import make_group
+from .model import make_config, make_group
 from .test_rules import VALUES, Case, feasible_rules
 
 CASES = json.loads((Path(__file__).parents[1] / "cases" / "admission.json").read_text())
@@ -191,7 +198,7 @@ def test_waiting_names_rule_value_missing_and_in_flight():
 
 def test_a_colocated_batch_begins_only_when_it_is_whole():
     state = AdmissionState(Rules(4, 2, None, {}))
-    policy = MiniBatchPolicy(whole_batch=True)
+    policy = make_policy("mini_batch", "colocated")
     for _ in range(3):
         add_ready(state, {})
         assert isinstance(policy.next_mini_batch(state), Waiting)
@@ -200,3 +207,97 @@ def test_a_colocated_batch_begins_only_when_it_is_whole():
     assert isinstance(choice, tuple)
     admit(state, [g.group_id for g in choice])
     assert isinstance(policy.next_mini_batch(state), tuple), "the rest of a begun batch follows"
+
+
+# --- baselines ---------------------------------------------------------------------------------------------------------
+
+
+def play(policy: Policy, rules: Rules, data: st.DataObject, steps: int = 2) -> list[list[list[str]]]:
+    """Values by mini-batch and train batch while ready groups come in any order; each is admitted as soon as it may be."""
+    state, values = AdmissionState(rules), sorted(rules.quotas)
+    batches: list[list[list[str]]] = []
+    order = data.draw(st.permutations([v for v in values for _ in range(rules.quotas[v].most * steps)]))
+    for value in [*order, *[v for v in values for _ in range(rules.groups * steps)]]:
+        add_ready(state, {"domain": value})
+        while isinstance(choice := policy.next_mini_batch(state), tuple):
+            if not state.batch.mini_batches:
+                batches.append([])
+            assert [g.order for g in choice] == sorted(g.order for g in choice)
+            assert len(choice) == rules.mini_batch_groups
+            batches[-1].append([g.kind[0] for g in choice])
+            admit(state, [g.group_id for g in choice])
+            if len(batches) == steps and len(batches[-1]) == rules.mini_batches:
+                return batches
+    raise AssertionError(f"stuck: {policy.next_mini_batch(state)}")
+
+
+@given(feasible_rules(), st.data())
+def test_train_batch_cuts_its_mini_batches_from_a_whole_valid_batch_in_order_of_age(case: Case, data: st.DataObject):
+    rules, bounds = case
+    state, policy, values = AdmissionState(rules), TrainBatchPolicy(), VALUES[: len(bounds)]
+    for value in data.draw(st.lists(st.sampled_from(values), max_size=10)):
+        add_ready(state, {"domain": value})
+    groups = sorted_ready(state)
+    empty = tuple(0 for _ in bounds)
+    whole = brute.oldest_safe(rules.groups, bounds, empty, [values.index(g.kind[0]) for g in groups], rules.groups)
+    if whole is None:
+        assert isinstance(policy.next_mini_batch(state), Waiting)
+        return
+    admitted: list[int] = []
+    while state.batch.train_step == 0:
+        choice = policy.next_mini_batch(state)
+        assert isinstance(choice, tuple)
+        admit(state, [g.group_id for g in choice])
+        admitted += [g.group_id for g in choice]
+    assert admitted == [groups[i].group_id for i in whole]
+
+
+@given(feasible_rules(), st.data())
+def test_proportional_repeats_the_composition_in_every_mini_batch_and_is_exact_over_the_batch(
+    case: Case, data: st.DataObject
+):
+    composition = case[0].composition
+    config = parse(case[0], "proportional")
+    rules = rules_of(config, [{"domain": v} for v in case[0].quotas for _ in range(case[0].groups)])
+    assert sum(composition.values()) == rules.groups
+    assert all(case[0].quota(kind).least <= count <= case[0].quota(kind).most for kind, count in composition.items())
+    for batch in play(make_policy("proportional", "disaggregated"), rules, data):
+        for (value,), count in rules.composition.items():
+            counts = [mini_batch.count(value) for mini_batch in batch]
+            assert sum(counts) == count
+            assert all(count // rules.mini_batches <= one <= -(-count // rules.mini_batches) for one in counts)
+
+
+def parse(rules: Rules, policy: str) -> Config:
+    """A run with these rules."""
+    quotas = {v: {"min": q.least, "max": q.most} for v, q in rules.quotas.items()}
+    return make_config(
+        batch={
+            "groups": rules.groups,
+            "mini_batches": rules.mini_batches,
+            "trajectories_per_group": 2,
+            "quotas": {"domain": quotas},
+        },
+        train__updates=rules.mini_batches,
+        admission__policy=policy,
+    )
+
+
+def test_what_equal_shares_leave_over_is_dealt_to_the_mini_batches_in_turn():
+    rules = Rules(8, 4, "domain", {"a": Quota(3, 3), "b": Quota(5, 5)})
+    rows = [mini_batch_composition(rules, j) for j in range(4)]
+    assert [(row[("a",)], row[("b",)]) for row in rows] == [(1, 1), (1, 1), (1, 1), (0, 2)]
+
+
+def test_fifo_takes_the_oldest_whatever_they_are():
+    config = parse(Rules(4, 2, "domain", {"a": Quota(2, 2), "b": Quota(2, 2)}), "fifo")
+    rules = rules_of(config, [{"domain": v} for v in "aabb"])
+    state, policy = AdmissionState(rules), make_policy("fifo", "disaggregated")
+    ids = [add_ready(state, {"domain": v}) for v in "aaaab"]
+    for expected in (ids[:2], ids[2:4]):
+        choice = policy.next_mini_batch(state)
+        assert isinstance(choice, tuple)
+        assert [g.group_id for g in choice] == expected
+        admit(state, expected)
+    assert isinstance(policy.next_mini_batch(state), Waiting)
+    assert rules.quota(("a",)) == Quota(2, 2), "the launch gate still goes by the quotas"

@@ -129,6 +129,19 @@ def test_no_prompt_comes_twice_in_a_train_batch_even_with_barely_enough_prompts_
         assert len(set(prompts)) == len(prompts) == 8
 
 
+@pytest.mark.parametrize("policy", ["train_batch", "proportional", "fifo"])
+@pytest.mark.parametrize("look_ahead", [0, 9])
+def test_a_run_under_a_baseline_ends_and_keeps_what_it_promises(policy: str, look_ahead: int):
+    for seed in range(3):
+        model = run(seed, 0.2, batch__quotas=QUOTAS, admission__policy=policy, admission__look_ahead_groups=look_ahead)
+        assert model.core.ending == "finished"
+        batches = compositions(model)
+        assert [sum(batch.values()) for batch in batches] == [8, 8, 8]
+        if policy != "fifo":
+            assert all(2 <= batch["a"] <= 5 and batch["b"] == 2 for batch in batches)
+        assert fold(model.core.state.rules, model.events) == model.core.state
+
+
 def test_the_same_requests_give_the_same_events_and_plans():
     first, second = run(7, 0.1, batch__quotas=QUOTAS), run(7, 0.1, batch__quotas=QUOTAS)
     assert first.events == second.events
