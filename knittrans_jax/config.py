@@ -61,7 +61,8 @@ class BatchConfig(Section, frozen=True):
 
 
 class AdmissionConfig(Section, frozen=True):
-    """When prompts are launched and finished groups admitted. `look_ahead_groups` is `L`, in groups.
+    """When prompts are launched and finished groups admitted. `look_ahead_groups` is `L`, in groups: of all
+    values together, by value, or `auto` (the least that keeps the trainer from waiting, found while the run goes on).
 
     `policy`: `mini_batch` takes any mini-batch that the train batch's rules allow; the baselines are `train_batch` (waits for
     a whole train batch), `proportional` (every mini-batch repeats the batch's composition) and `fifo` (no quotas).
@@ -69,7 +70,7 @@ class AdmissionConfig(Section, frozen=True):
 
     policy: Literal["mini_batch", "train_batch", "proportional", "fifo"] = "mini_batch"
     schedule: Literal["disaggregated", "colocated"] = "disaggregated"
-    look_ahead_groups: NonNegativeInt | dict[str, NonNegativeInt] = 0
+    look_ahead_groups: NonNegativeInt | dict[str, NonNegativeInt] | Literal["auto"] = 0
     admit_ahead: NonNegativeInt = 1
     lease_timeout_s: PositiveFloat = 120.0
     starvation_s: PositiveFloat = 300.0

@@ -20,10 +20,8 @@ import msgspec
 
 from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.accounts import Account
+from knittrans_jax.admission.controller import Controller
 from knittrans_jax.admission.evaluation import MAX_ATTEMPTS, Evaluations
-from knittrans_jax.admission.gate import LaunchGate
-from knittrans_jax.admission.prompts import PromptOrder
-from knittrans_jax.admission.state import AdmissionState
 from knittrans_jax.admission.storage_room import StorageRoom
 from knittrans_jax.config import Config
 from knittrans_jax.launch import messages as msg
@@ -40,15 +38,13 @@ class RolloutDesk:
     def __init__(
         self,
         config: Config,
-        state: AdmissionState,
-        prompts: PromptOrder,
-        gate: LaunchGate,
+        controller: Controller,
         evaluations: Evaluations,
         group_bytes: int,
         emit: Callable[[ev.AnyEvent], None],
     ) -> None:
         """`group_bytes`: the most payload bytes of one group."""
-        self.config, self.state, self.prompts, self.gate = config, state, prompts, gate
+        self.config, self.controller, self.state = config, controller, controller.state
         self.evaluations = evaluations
         self.room = StorageRoom(config.rollout.storage_bytes // group_bytes)
         self.units: dict[str, str] = {}
@@ -156,31 +152,15 @@ class RolloutDesk:
         leases: list[msg.Lease] = []
         state = self.state
         while len(leases) < free_groups and self.room.fits(host, state):
-            entry = self._next_prompt(state.busy_or_failed) or self._next_prompt(state.busy)
-            if entry is None:
+            leased = self.controller.next_launch(host, now_s)
+            if leased is None:
                 break
-            prompt_id, epoch = entry
-            group_id, version = state.next_group_id, state.published
-            self._emit(
-                ev.Leased(
-                    time_s=now_s,
-                    group_id=group_id,
-                    prompt_id=prompt_id,
-                    epoch=epoch,
-                    attributes=self.prompts.attributes[prompt_id],
-                    host=host,
-                    version=version,
-                )
-            )
+            self._emit(leased)
+            group_id, prompt_id, version = leased.group_id, leased.prompt_id, leased.version
             heapq.heappush(self._deadlines, (now_s + self.config.admission.lease_timeout_s, group_id))
             least = self._least_version(version)
             leases.append(msg.Lease(group_id=group_id, prompt_id=prompt_id, least_version=least))
         return tuple(leases)
-
-    def _next_prompt(self, passed_over: Callable[[str], bool]) -> tuple[str, int] | None:
-        """The next prompt that the gate lets go and that is not passed over, and its epoch."""
-        kind = self.gate.next_kind(self.state, lambda k: self.prompts.peek(k, passed_over) is not None)
-        return None if kind is None else self.prompts.peek(kind, passed_over)
 
     def _least_version(self, published: int) -> int:
         """Colocated leases are sampled by the weights of their train batch's start, others by whatever the host holds."""

@@ -1,85 +1,240 @@
 """The launch gate: of which kind a prompt may be launched next, so that look-ahead is bounded and no batch gets stuck.
 
-With published version `P`, batches of `B` groups in `K` mini-batches, `B_d` the exact quota of domain `d` in a batch (else its
-maximum) and look-ahead `L`, a group of domain `d` may be launched only while all of these hold:
+With published version `P`, batches of `B` groups in `K` mini-batches, look-ahead `L`, and `n_d` groups of kind `d` in the
+composition of one whole batch (`Rules.composition`: the exact quotas where there are any), a group of kind `d` is launched only
+while one of these holds:
 
-1. `live_d < (P // K + 1) * B_d + L_d`, strictly: one more would make the colocated schedule stale;
-2. `live < (P // K + 1) * B + L`;
-3. *reservation*: of the groups launched and not yet admitted, at most `L` are more than the train batch under way can use.
-   Where quotas are ranges, 1 and 2 alone let a surplus of one domain take the places that another's minimum needs; with 3
-   the places left in 2 always suffice for what the batch still lacks, so the batch can always be finished;
-4. the run still needs it: groups beyond its last train batch are launched only to finish that batch.
+1. `live_d < (P // K + 1) * n_d`: the batches up to the one that version `P` begins still lack it;
+2. `live_d < (P // K + 1) * n_d + L_d`, and what is above these shares, of all kinds, is less than `L`: look-ahead
+   (with both, `live < (P // K + 1) * B + L`);
+3. nothing is left to launch by these, the groups that are launched and not yet admitted cannot complete the train batch under
+   way, and one more of this kind helps. With quotas that are ranges a batch's mini-batches may have taken other kinds than were
+   launched for it; and a kind may have no prompt to launch (all are busy, or failed for this batch) while others can do for it.
+   Such a group is launched *beyond the gate* and counted in `beyond`; later batches launch so many less.
 
-Uniform look-ahead is shared over domains in proportion to their `B_d`.
+Where quotas are ranges, 1 and 2 also keep at most `L` launched groups of no use to the train batch under way.
+Hence `live_d < (P // K + 1) * B_d + L_d` with `B_d` the maximum of `d`, and `live < (P // K + 1) * B + L`, strictly (one more
+would make the colocated schedule stale), but for what 3 needs; and every launched set holds a whole valid batch.
+
+Groups beyond the run's last train batch are launched only to finish it. Uniform look-ahead is shared over kinds in proportion
+to `n_d`; one per value over the kinds that have it; `auto` is `look_ahead.AutoLookAhead`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
+from knittrans_jax.admission import events as ev
+from knittrans_jax.admission.look_ahead import AutoLookAhead
 from knittrans_jax.admission.rules import Kind, Rules
 from knittrans_jax.admission.state import AdmissionState
+from knittrans_jax.config import Config
+
+LookAhead = int | Mapping[str, int] | Literal["auto"]
+AUTO_BATCHES = 2
+"""`auto` looks ahead at most so many train batches, where no other bound is lower."""
 
 
 class LaunchGate:
-    """See the module's opening. Pure: the state comes in as an argument."""
+    """See the module's opening. Pure: the state comes in as an argument; `observe` folds what `auto` learns from."""
 
-    def __init__(self, rules: Rules, look_ahead: int | Mapping[str, int], train_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        look_ahead: LookAhead,
+        train_steps: int | None = None,
+        *,
+        most_look_ahead: int | None = None,
+    ) -> None:
         """Builds the gate.
 
         Args:
             rules: the batch's resolved rules.
-            look_ahead: `L` in groups, shared over domains; or per domain (0 for those it does not name).
+            look_ahead: `L` in groups, shared over kinds; or per value of an attribute (0 for those not named); or `auto`.
             train_steps: train batches of the whole run; None: without end.
+            most_look_ahead: the bound on `auto`, from staleness and storage; None: `AUTO_BATCHES` train batches.
+
+        Raises:
+            ValueError: a value that no kind has.
         """
         self._rules = rules
         self._train_steps = train_steps
-        self._most = {kind: rules.quota(kind).most for kind in rules.kinds}
-        total = sum(self._most.values())
-        if isinstance(look_ahead, Mapping):
-            self._look_ahead = {kind: look_ahead.get(kind[0], 0) if kind else 0 for kind in rules.kinds}
-            self.look_ahead_groups = sum(self._look_ahead.values())
+        self._kinds = rules.kinds
+        self._composition = rules.composition
+        self.auto: AutoLookAhead | None = None
+        self.beyond = 0
+        """Groups launched beyond the gate."""
+        self._by_kind: Mapping[Kind, int] = {}
+        if look_ahead == "auto":
+            most = AUTO_BATCHES * rules.groups
+            self.most_look_ahead_groups = most if most_look_ahead is None else min(most, most_look_ahead)
+            self.auto = AutoLookAhead(rules, self.most_look_ahead_groups)
+        elif isinstance(look_ahead, Mapping):
+            self._by_kind = self._by_value(look_ahead)
+            self.most_look_ahead_groups = sum(look_ahead.values())
         else:
-            self.look_ahead_groups = look_ahead
-            # live < x with a fractional share x is live < ceil(x); the total is held by the second condition.
-            self._look_ahead = {
-                kind: -(-look_ahead * most // total) if total else 0 for kind, most in self._most.items()
-            }
+            self.most_look_ahead_groups = look_ahead
+            # One more than a kind's share is held by the bound on all together.
+            self._by_kind = {k: -(-look_ahead * n // rules.groups) for k, n in self._composition.items()}
+        quotas = [rules.quota(kind) for kind in self._kinds]
+        self._exact = all(quota.least == quota.most for quota in quotas) or len(quotas) == 1
+        self._targets: dict[Kind, int] = {}
+        self._targets_at = -1
+
+    def _by_value(self, look_ahead: Mapping[str, int]) -> dict[Kind, int]:
+        """Each value's look-ahead, shared over its kinds."""
+        by_kind = dict.fromkeys(self._kinds, 0)
+        for value, groups in look_ahead.items():
+            having = {kind: self._composition[kind] for kind in self._kinds if value in kind}
+            if not having:
+                raise ValueError(f"look-ahead of {value!r}: no group has this value")
+            whole = sum(having.values())
+            for kind, count in having.items():
+                by_kind[kind] += -(-groups * count // whole) if whole else 0
+        return by_kind
+
+    @property
+    def look_ahead_groups(self) -> int:
+        """`L` as it is now, in groups."""
+        return self.most_look_ahead_groups if self.auto is None else self.auto.total
+
+    @property
+    def look_ahead_by_kind(self) -> Mapping[Kind, int]:
+        """`L_d` as it is now, in groups."""
+        return self._by_kind if self.auto is None else self.auto.groups
+
+    @property
+    def most_useless_groups(self) -> int:
+        """The most launched groups that the train batch under way may have no use for, at any time."""
+        return self.most_look_ahead_groups
 
     def domain_limit(self, kind: Kind, published: int) -> int:
-        """The least number of live groups of a domain at which it may not launch any more."""
-        return (published // self._rules.mini_batches + 1) * self._most[kind] + self._look_ahead[kind]
+        """The least number of live groups of a kind at which the gate itself lets none go any more."""
+        return self._targets_of(published)[kind] + self.look_ahead_by_kind[kind]
 
     def total_limit(self, published: int) -> int:
-        """The least number of live groups at which nothing may be launched any more."""
+        """The least number of live groups at which the gate itself lets none go any more."""
         return (published // self._rules.mini_batches + 1) * self._rules.groups + self.look_ahead_groups
 
     def allows(self, state: AdmissionState, kind: Kind) -> bool:
         """Whether one more group of this kind may be launched now."""
-        published, accounts = state.published, state.accounts
-        if published < 0:
-            return False
-        live = accounts.live
-        if accounts.live_by_kind[kind] >= self.domain_limit(kind, published) or live >= self.total_limit(published):
-            return False
-        pool = dict(accounts.pool_by_kind)
-        before = state.batch.completion.usable(pool)
-        pool[kind] += 1
-        usable = state.batch.completion.usable(pool)
-        in_reach = state.batch.train_step <= published // self._rules.mini_batches  # else 2 leaves look-ahead only
-        if in_reach and sum(pool.values()) - usable > self.look_ahead_groups:
-            return False
-        needed = self._train_steps is None or live < self._train_steps * self._rules.groups
-        return needed or (usable > before and state.batch.train_step < (self._train_steps or 0))
+        return self.next_kind(state, lambda k: k == kind) is not None
 
     def next_kind(self, state: AdmissionState, has_prompt: Callable[[Kind], bool]) -> Kind | None:
-        """The kind to launch next: of those allowed, the one furthest behind its share of live groups; None: none."""
-        best: tuple[int, int, Kind] | None = None
-        for kind in self._rules.kinds:
-            most = self._most[kind]
-            if not most or not self.allows(state, kind) or not has_prompt(kind):
-                continue
-            live = state.accounts.live_by_kind[kind]
-            if best is None or live * best[1] < best[0] * most:
-                best = (live, most, kind)
-        return None if best is None else best[2]
+        """The kind to launch next; None: none.
+
+        What the batches begun lack goes before look-ahead; then the kind of which the greater share is missing.
+        """
+        if state.published < 0:
+            return None
+        kind = self._within(state, has_prompt)
+        return self._missing(state, has_prompt) if kind is None and not self._exact else kind
+
+    def used_up(self, state: AdmissionState) -> bool:
+        """Whether the gate itself, not a lack of slots, is what keeps more groups from being launched."""
+        return state.published >= 0 and self._within(state, lambda _: True) is None
+
+    def observe(self, state: AdmissionState, event: ev.AnyEvent) -> None:
+        """Takes in an event that `state` has folded in already."""
+        if isinstance(event, ev.Leased) and not self._exact and self._is_beyond(state, event):
+            self.beyond += 1
+        if self.auto is not None:
+            self.auto.observe(state, event, used_up=isinstance(event, ev.Consumed) and self.used_up(state))
+
+    def _is_beyond(self, state: AdmissionState, event: ev.Leased) -> bool:
+        """Whether neither what batches lack nor look-ahead covers a group just launched."""
+        live, targets = state.accounts.live_by_kind, self._targets_of(event.version)
+        kind = state.groups[event.group_id].kind
+        if live[kind] <= targets[kind]:
+            return False
+        surplus = sum(max(0, live[one] - target) for one, target in targets.items())
+        return surplus > self.look_ahead_groups or live[kind] - targets[kind] > self.look_ahead_by_kind[kind]
+
+    # --- inside ---------------------------------------------------------------------------------------------------------------
+
+    def _targets_of(self, published: int) -> dict[Kind, int]:
+        """Groups by kind that all batches up to the one that this version begins are made of."""
+        batches = published // self._rules.mini_batches + 1
+        if self._train_steps is not None:
+            batches = min(batches, self._train_steps)
+        if batches != self._targets_at:
+            self._targets = {kind: batches * count for kind, count in self._composition.items()}
+            self._targets_at = batches
+        return self._targets
+
+    def _within(self, state: AdmissionState, has_prompt: Callable[[Kind], bool]) -> Kind | None:
+        """By rules 1 and 2."""
+        targets, live_by_kind, counts = (
+            self._targets_of(state.published),
+            state.accounts.live_by_kind,
+            self._composition,
+        )
+        lacking: list[tuple[float, Kind]] = []
+        surplus = lack = 0
+        for kind, target in targets.items():
+            over = live_by_kind[kind] - target
+            if over >= 0:
+                surplus += over
+            else:
+                lack -= over
+                lacking.append((over / counts[kind], kind))
+        if surplus - lack >= self.look_ahead_groups:
+            return None  # others do for what lacks
+        if len(lacking) > 1:
+            lacking.sort()
+        for _, kind in lacking:
+            if has_prompt(kind) and (self._exact or self._leaves_room(state, kind)):
+                return kind
+        if surplus >= self.look_ahead_groups:
+            return None
+        left = None if self._train_steps is None else self._train_steps - self._targets_at
+        ahead: list[tuple[float, Kind]] = []
+        for kind, most in self.look_ahead_by_kind.items():
+            over = live_by_kind[kind] - targets[kind]
+            if 0 <= over < (most if left is None else min(most, left * counts[kind])):
+                ahead.append((over / most, kind))
+        ahead.sort()
+        return next((k for _, k in ahead if has_prompt(k) and (self._exact or self._leaves_room(state, k))), None)
+
+    def _leaves_room(self, state: AdmissionState, kind: Kind) -> bool:
+        """Whether, after one more of this kind, at most `L` launched groups are of no use to the batch under way."""
+        if state.batch.train_step >= self._targets_at:
+            return True  # its groups are not due yet: all that is launched for it is look-ahead
+        pool = dict(state.accounts.pool_by_kind)
+        pool[kind] += 1
+        return sum(pool.values()) - state.batch.completion.usable(pool) <= self.look_ahead_groups
+
+    def _missing(self, state: AdmissionState, has_prompt: Callable[[Kind], bool]) -> Kind | None:
+        """By rule 3."""
+        batch, accounts = state.batch, state.accounts
+        if batch.train_step >= self._targets_at:
+            return None  # its groups are not due yet
+        pool = dict(accounts.pool_by_kind)
+        before = batch.completion.usable(pool)
+        if before >= batch.completion.slots_left:
+            return None
+        for kind in self._kinds:
+            pool[kind] += 1
+            if batch.completion.usable(pool) > before and has_prompt(kind):
+                return kind
+            pool[kind] -= 1
+        return None
+
+
+def make_gate(config: Config, rules: Rules, group_bytes: int) -> LaunchGate:
+    """The gate of a run. `auto` is bounded by what the storage units have room for.
+
+    Args:
+        config: the run.
+        rules: its resolved rules.
+        group_bytes: the most payload bytes of one group.
+    """
+    train_steps = config.train.updates // config.batch.mini_batches
+    look_ahead = config.admission.look_ahead_groups
+    if look_ahead != "auto":
+        return LaunchGate(rules, look_ahead, train_steps)
+    room = config.rollout.hosts * (config.rollout.storage_bytes // group_bytes)
+    whole = config.admission.policy in ("train_batch", "proportional")
+    most = room - (rules.groups if whole else rules.mini_batch_groups)
+    return LaunchGate(rules, "auto", train_steps, most_look_ahead=max(0, most))

@@ -19,10 +19,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol
 
 from knittrans_jax.admission import events as ev
+from knittrans_jax.admission.controller import Controller
 from knittrans_jax.admission.desk import RolloutDesk
 from knittrans_jax.admission.evaluation import Evaluations
 from knittrans_jax.admission.figures import RunFigures, unique_payload_bytes
-from knittrans_jax.admission.gate import LaunchGate
+from knittrans_jax.admission.gate import make_gate
 from knittrans_jax.admission.policy import Waiting, make_policy
 from knittrans_jax.admission.prompts import PromptOrder
 from knittrans_jax.admission.rules import rules_of
@@ -95,15 +96,18 @@ class SchedulerCore:
         """
         rules = rules_of(config, [attributes for _, attributes in train_prompts])
         self.config = config
-        self.state = AdmissionState(rules)
-        self.prompts = PromptOrder(rules, train_prompts, config.seed)
-        self.policy = make_policy(config.admission.policy, config.admission.schedule)
-        self.gate = LaunchGate(
-            rules, config.admission.look_ahead_groups, config.train.updates // config.batch.mini_batches
+        self.controller = Controller(
+            AdmissionState(rules),
+            PromptOrder(rules, train_prompts, config.seed),
+            make_policy(config.admission.policy, config.admission.schedule),
+            make_gate(config, rules, group_bytes),
+            admit_ahead=config.admission.admit_ahead,
         )
-        check_storage(config, group_bytes, self.gate.look_ahead_groups)
+        self.state, self.gate = self.controller.state, self.controller.gate
+        self.prompts = self.controller.prompts
+        check_storage(config, group_bytes, self.gate.most_useless_groups)
         self.evaluations = Evaluations(config, heldout_prompts)
-        self.desk = RolloutDesk(config, self.state, self.prompts, self.gate, self.evaluations, group_bytes, self._emit)
+        self.desk = RolloutDesk(config, self.controller, self.evaluations, group_bytes, self._emit)
         self.training = TrainGroup(config.train.processes)
         self.figures = RunFigures(config.batch.mini_batches)
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
@@ -335,11 +339,11 @@ class SchedulerCore:
         self.evaluations.published(version, len(self.desk.seen_s))
 
     def _admit(self) -> None:
-        state, admission = self.state, self.config.admission
+        state = self.state
         self.waiting = None
-        while state.admitted_updates < self.config.train.updates and len(state.plans) <= admission.admit_ahead:
-            choice = self.policy.next_mini_batch(state)
-            if isinstance(choice, Waiting):
+        while state.admitted_updates < self.config.train.updates:
+            choice = self.controller.next_mini_batch()
+            if choice is None or isinstance(choice, Waiting):
                 self.waiting = choice
                 return
             try:
@@ -489,16 +493,8 @@ class SchedulerCore:
         return tickets.issue(self._ticket_key, unit, peer, self._now_s + self._ticket_valid_s, self._new_nonce())
 
     def _emit(self, event: ev.AnyEvent) -> None:
-        give_back = None
-        if isinstance(event, ev.Expired | ev.Lost):
-            group = self.state.groups[event.group_id]
-            give_back = (group.prompt_id, group.epoch)
-        self.state.apply(event)
+        self.controller.apply(event)
         self.figures.apply(event)
-        if isinstance(event, ev.Leased):
-            self.prompts.take(event.prompt_id, event.epoch)
-        elif give_back is not None:
-            self.prompts.give_back(*give_back)
         self._events.append(event)
 
     def _reply(self, token: Hashable, reply: msg.Reply) -> None:

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
-from knittrans_jax.admission.gate import LaunchGate
+from knittrans_jax.admission.gate import LaunchGate, make_gate
 from knittrans_jax.admission.rules import Rules, count_values, rules_of
 from knittrans_jax.admission.storage_room import check_storage
 from knittrans_jax.config import Config, ConfigError
@@ -78,10 +78,10 @@ def check_run(config: Config) -> RunArithmetic:
     _check_prompt_ids(config, [*prompts["train"], *prompts["heldout"]])
     _check_quota_values(config, train)
     rules = rules_of(config, train)
-    gate = LaunchGate(rules, config.admission.look_ahead_groups, config.train.updates // config.batch.mini_batches)
     n = config.batch.trajectories_per_group
     group_bytes = max_group_bytes(task.limits, n, config.rollout.cache_tokens)
-    check_storage(config, group_bytes, gate.look_ahead_groups)
+    gate = make_gate(config, rules, group_bytes)
+    check_storage(config, group_bytes, gate.most_useless_groups)
     for key, wanted in (("eval.prompts", config.eval.prompts), ("eval.final_prompts", config.eval.final_prompts)):
         if wanted > heldout:
             raise ConfigError(f"{key}: the task has {heldout} held-out prompts (value {wanted})")
@@ -239,7 +239,7 @@ def _arithmetic(
         quotas={
             f"{rules.attribute} = {value}": (quota.least, quota.most) for value, quota in sorted(rules.quotas.items())
         },
-        look_ahead_groups=gate.look_ahead_groups,
+        look_ahead_groups=gate.most_look_ahead_groups,
         prompts_train=prompts_train,
         prompts_heldout=prompts_heldout,
         epochs=groups_total / prompts_train,

@@ -22,19 +22,20 @@ def published(state: AdmissionState, version: int = 0) -> AdmissionState:
     return state
 
 
-def lease(state: AdmissionState, kind: tuple[str, ...]) -> int:
+def lease(state: AdmissionState, kind: tuple[str, ...], gate: LaunchGate | None = None) -> int:
     group_id = state.next_group_id
-    state.apply(
-        ev.Leased(
-            time_s=0,
-            group_id=group_id,
-            prompt_id=f"p{group_id}",
-            epoch=0,
-            attributes={"domain": kind[0]} if kind else {},
-            host="h",
-            version=state.published,
-        )
+    event = ev.Leased(
+        time_s=0,
+        group_id=group_id,
+        prompt_id=f"p{group_id}",
+        epoch=0,
+        attributes={"domain": kind[0]} if kind else {},
+        host="h",
+        version=state.published,
     )
+    state.apply(event)
+    if gate is not None:
+        gate.observe(state, event)
     return group_id
 
 
@@ -84,7 +85,8 @@ def test_a_range_never_takes_the_places_that_another_s_minimum_needs():
     state, gate = published(AdmissionState(rules)), LaunchGate(rules, 1)
     while gate.allows(state, A):
         lease(state, A)
-    assert state.accounts.live_by_kind[A] == 3  # two for the batch, one of look-ahead
+    assert rules.composition == {A: 1, B: 3}
+    assert state.accounts.live_by_kind[A] == 2  # one for the batch, one of look-ahead
     assert gate.allows(state, B)
 
 
@@ -114,7 +116,7 @@ def test_gate_and_admission_together_never_get_stuck(case: Case, look_ahead: int
         assert options, f"stuck: {choice}, {state.accounts.as_dict()}, {state.accounts.pool_by_kind}"
         what = data.draw(st.sampled_from(options))
         if what == "launch":
-            lease(state, data.draw(st.sampled_from(launchable)))
+            lease(state, data.draw(st.sampled_from(launchable)), gate)
         elif what == "finish":
             group = data.draw(st.sampled_from(flying))
             if failures and data.draw(st.booleans()):
@@ -133,6 +135,44 @@ def test_gate_and_admission_together_never_get_stuck(case: Case, look_ahead: int
             if publish_each or state.version % rules.mini_batches == 0:
                 state.apply(ev.Published(time_s=0, version=state.version))
         state.accounts.check()
-        assert state.accounts.live <= gate.total_limit(state.published)
+        assert state.accounts.live <= gate.total_limit(state.published) + gate.beyond
         for value in values:
-            assert state.accounts.live_by_kind[(value,)] <= gate.domain_limit((value,), state.published)
+            assert state.accounts.live_by_kind[(value,)] <= gate.domain_limit((value,), state.published) + gate.beyond
+        useless = sum(state.accounts.pool_by_kind.values()) - state.batch.completion.usable(state.accounts.pool_by_kind)
+        begun = state.batch.train_step <= state.published // rules.mini_batches
+        assert not begun or useless <= gate.most_useless_groups
+
+
+def test_what_the_batches_lack_goes_before_look_ahead():
+    state, gate = published(AdmissionState(EXACT)), LaunchGate(EXACT, {"a": 2, "b": 2})
+    order = []
+    while (kind := gate.next_kind(state, lambda _: True)) is not None:
+        order.append(kind)
+        lease(state, kind)
+    assert sorted(order[:8]) == [A] * 6 + [B] * 2
+    assert sorted(order[8:]) == [A, A, B, B]
+
+
+def test_missing_kinds_are_launched_beyond_the_gate_and_later_batches_launch_so_many_less():
+    """The batch took other kinds than were launched for it, so what is left cannot complete the next one."""
+    rules = Rules(4, 2, "domain", {"a": Quota(2, 4), "b": Quota(0, 2)})
+    assert rules.composition == {A: 3, B: 1}
+    state, gate = published(AdmissionState(rules)), LaunchGate(rules, 0)
+    for kind in (A, A, A, B):
+        lease(state, kind, gate)
+    for group_id in range(4):
+        state.apply(ev.Started(time_s=0, group_id=group_id))
+    state.apply(ev.Failed(time_s=0, group_id=0, reason="", episode_retries=0))
+    no_more_a = lambda kind: kind == B  # noqa: E731
+    assert gate.next_kind(state, lambda _: True) == A
+    assert gate.next_kind(state, no_more_a) == B  # the quotas allow a second b in its place
+    lease(state, B, gate)
+    assert gate.beyond == 1
+    assert gate.next_kind(state, lambda _: True) is None
+    state.published = 2
+    assert launch_all(gate, state)[B] == 2  # the next batch's b is there already
+
+
+def test_auto_is_bounded_and_a_fold_over_events():
+    gate = LaunchGate(EXACT, "auto", most_look_ahead=1)
+    assert gate.look_ahead_groups <= gate.most_look_ahead_groups == 1

@@ -1,0 +1,73 @@
+"""The admission controller: one state, one prompt order, one policy, one launch gate, kept in step by the same events.
+
+The live scheduler, the simulator and `what-if` all decide through this class; only who calls it, and by which clock, differs.
+
+What it guarantees: state, prompt order and gate have always seen the same events; a decision is a pure function of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from knittrans_jax.admission import events as ev
+from knittrans_jax.admission.gate import LaunchGate
+from knittrans_jax.admission.policy import Policy, Waiting
+from knittrans_jax.admission.prompts import PromptOrder
+from knittrans_jax.admission.state import AdmissionState, Group
+
+
+class Controller:
+    """See the module's opening."""
+
+    def __init__(
+        self, state: AdmissionState, prompts: PromptOrder, policy: Policy, gate: LaunchGate, *, admit_ahead: int
+    ) -> None:
+        """`admit_ahead`: mini-batches that are admitted beyond the one that the trainer has."""
+        self.state, self.prompts, self.policy, self.gate = state, prompts, policy, gate
+        self._admit_ahead = admit_ahead
+
+    def apply(self, event: ev.AnyEvent) -> None:
+        """Folds an event in. Raises `IllegalTransition` when it does not fit."""
+        give_back = None
+        if isinstance(event, ev.Expired | ev.Lost):
+            group = self.state.groups.get(event.group_id)
+            give_back = None if group is None else (group.prompt_id, group.epoch)
+        self.state.apply(event)
+        if isinstance(event, ev.Leased):
+            self.prompts.take(event.prompt_id, event.epoch)
+        elif give_back is not None:
+            self.prompts.give_back(*give_back)
+        self.gate.observe(self.state, event)
+
+    def next_launch(self, host: str, now_s: float) -> ev.Leased | None:
+        """The prompt that may be launched next, as the event that leases it to a host; None: none may.
+
+        A prompt whose group failed is launched again for the same train batch only when there is no other.
+        """
+        state = self.state
+        entry = self._next_prompt(state.busy_or_failed)
+        if entry is None and state.batch.failed:
+            entry = self._next_prompt(state.busy)
+        if entry is None:
+            return None
+        prompt_id, epoch = entry
+        return ev.Leased(
+            time_s=now_s,
+            group_id=state.next_group_id,
+            prompt_id=prompt_id,
+            epoch=epoch,
+            attributes=self.prompts.attributes[prompt_id],
+            host=host,
+            version=state.published,
+        )
+
+    def next_mini_batch(self) -> tuple[Group, ...] | Waiting | None:
+        """The groups to admit now, or what is missing; None: as many are admitted ahead as may be."""
+        if len(self.state.plans) > self._admit_ahead:
+            return None
+        return self.policy.next_mini_batch(self.state)
+
+    def _next_prompt(self, passed_over: Callable[[str], bool]) -> tuple[str, int] | None:
+        """The next prompt that the gate lets go and that is not passed over, and its epoch."""
+        kind = self.gate.next_kind(self.state, lambda k: self.prompts.peek(k, passed_over) is not None)
+        return None if kind is None else self.prompts.peek(kind, passed_over)
