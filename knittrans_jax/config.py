@@ -87,6 +87,10 @@ class RolloutConfig(Section, frozen=True):
     temperature: PositiveFloat = 1.0
     in_flight: Literal["swap", "trajectory"] = "swap"
     episode_retries: NonNegativeInt = 2
+    tool_timeout_s: PositiveFloat = 30.0
+    """Deadline of every tool call; after it the attempt of its episode has failed."""
+    tool_waits: NonNegativeInt = 1024
+    """Most episodes of a host that wait for a tool without a slot; further ones keep theirs."""
     storage_bytes: PositiveInt = 256 * 2**20
 
 

@@ -17,7 +17,7 @@ from knittrans_jax.models import ModelConfig, Params
 from knittrans_jax.rollout.images import ImageTable
 from knittrans_jax.rollout.sampler import Sampled, SamplerPrograms, SamplerShapes
 from knittrans_jax.rollout.slots import PrefillBatch
-from knittrans_jax.rollout.tasks.base import TaskLimits, max_image_tokens
+from knittrans_jax.rollout.tasks.base import TaskLimits, max_image_tokens, min_image_tokens
 
 PREFILL_ROWS = 64
 """Rows of a prefill call: enough to fill the device with `prefill_tokens` each, few enough that a padded call is cheap."""
@@ -48,10 +48,15 @@ def sampler_shapes(rollout: RolloutConfig, limits: TaskLimits, model: ModelConfi
     if model.vision is None:
         raise EngineError("the task shows images, but the model has no vision: choose another model.preset")
     tokens = max_image_tokens(limits, model.vision.patch_size, model.vision.merge_size)
+    images = limits.images_per_turn
+    if limits.tool_calls:
+        # A trajectory that comes back from a tool is prefilled from its beginning: a call can reach over several turns.
+        smallest = min_image_tokens(limits, model.vision.patch_size, model.vision.merge_size) + 2
+        images = max(images, min(images * limits.turns, rollout.prefill_tokens // smallest + 2))
     return dataclasses.replace(
         shapes,
         # One prefill call can need as many at once; as many again let a group's picture survive until its next turn.
-        image_blocks=2 * rows * limits.images_per_turn,
+        image_blocks=2 * rows * images,
         block_tokens=tokens,
         encode_rows=min(ENCODE_ROWS, rows),
         image_patches=tokens * model.vision.merge_size**2,

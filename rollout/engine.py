@@ -11,16 +11,18 @@ What it guarantees:
 * which version is held when, and what may begin: `knittrans_jax.rollout.versions`;
 * an episode that raises, or whose reward is not finite, is started again `episode_retries` times; then its group is reported
   as failed and its slots are free. Nothing that a task does ends the engine;
+* an episode that waits for a tool holds no slot (but for more than `tool_waits` at once), and goes on as if it had never left:
+  its tokens are prefilled again when it returns, before new work begins;
 * after `warm_up`, or the first `load_version`, nothing compiles.
 
-One thread. A step: begin work in free slots; launch prefill for turns that wait and a decode step for answers under way, on
-different slots; wait for both; hand over the answers that are over to their episodes.
+One thread, besides the tools' own. A step: take what tools gave; begin work in free slots; launch prefill for turns that wait
+and a decode step for answers under way, on different slots; wait for both; hand over the answers that are over to their
+episodes.
 """
 
 from __future__ import annotations
 
 import collections
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,12 +36,16 @@ from knittrans_jax.rollout.device import Device, EngineError, FanOut, sampler_sh
 from knittrans_jax.rollout.runs import EvalRun, FinishedMember, GroupRun, Member, Results, assemble_group
 from knittrans_jax.rollout.sampler import sampler_programs, trajectory_key
 from knittrans_jax.rollout.slots import SlotTable
-from knittrans_jax.rollout.tasks.base import Outcome, Task
+from knittrans_jax.rollout.tasks.base import EmulatedToolCall, Outcome, Task, ToolCall
+from knittrans_jax.rollout.tools import ToolResult, ToolRunner
 from knittrans_jax.rollout.turns import EncodedTurn, TurnEncoder
 from knittrans_jax.rollout.versions import Decision, Flight, decide
+from knittrans_jax.rollout.waits import ToolWaits
 
 PREFILL_PATIENCE_STEPS = 2
 """Steps that a turn waits for others to fill its prefill call, while decoding goes on."""
+TOOL_REST_S = 0.001
+"""How long `finish` rests when there is nothing to do but to wait for tools."""
 
 
 class EngineBusy(EngineError):  # noqa: N818 - says what it is
@@ -91,6 +97,8 @@ class Engine:
         self._evals: collections.deque[EvalLease] = collections.deque()
         """Not active."""
         self._active: list[EvalRun] = []
+        self._tools = ToolRunner(rollout.tool_timeout_s, monotonic)
+        self._waits = ToolWaits(self._tools, self._slots, task.limits.tool_calls, rollout.tool_waits, self.counters)
         self._version: int | None = None
         self._published = -1
         self._newer_since_s: float | None = None
@@ -177,13 +185,16 @@ class Engine:
         """Steps until nothing is left to do. Raises like `generate`."""
         deadline = self._monotonic() + timeout_s
         while self.has_work:
+            if self._monotonic() > deadline:
+                raise EngineError(f"not done within {timeout_s:g} s")
             if not self.step():
+                if self._waits.waiting and not self._paused:
+                    time.sleep(TOOL_REST_S)
+                    continue
                 raise EngineError(
                     f"work is left that cannot go on: paused={self._paused}, version {self.version}, "
                     f"{len(self._groups)} groups and {len(self._evals)} evaluations wait (for another version?)"
                 )
-            if self._monotonic() > deadline:
-                raise EngineError(f"not done within {timeout_s:g} s")
         return self.take_results()
 
     def take_results(self) -> Results:
@@ -194,27 +205,37 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Something is queued or in flight."""
-        return bool(self._members or self._groups or self._evals or self._active)
+        in_flight = self._members or self._waits.waiting or self._waits.returned
+        return bool(in_flight or self._groups or self._evals or self._active)
+
+    def close(self) -> None:
+        """Ends the tools' threads."""
+        self._tools.close()
 
     def free_groups(self, trajectories: int) -> int:
         """How many more groups of `trajectories` members could begin at once."""
         wanted = sum(group.trajectories for group in self._groups)
-        wanted += sum(len(run.waiting) for run in self._active) + sum(len(lease.prompt_ids) for lease in self._evals)
+        wanted += (
+            self._waits.returned
+            + sum(len(run.waiting) for run in self._active)
+            + sum(len(lease.prompt_ids) for lease in self._evals)
+        )
         return max(0, len(self._slots.free()) - wanted) // trajectories
 
-    def drop_evals(self, version: int) -> int:
-        """Forgets queued evaluations of a version that cannot be had -> how many."""
-        kept = collections.deque(lease for lease in self._evals if lease.version != version)
-        dropped = len(self._evals) - len(kept)
-        self._evals = kept
-        self.counters["evals_dropped"] += dropped
+    def drop_evals(self, version: int) -> list[int]:
+        """Forgets queued evaluations of a version that cannot be had -> their ids."""
+        dropped = [lease.eval_id for lease in self._evals if lease.version == version]
+        self._evals = collections.deque(lease for lease in self._evals if lease.version != version)
+        self.counters["evals_dropped"] += len(dropped)
         return dropped
 
     def step(self) -> bool:
         """One step -> whether there was anything to do. Raises `EngineError` when the weights are not finite."""
         if self._paused or self._version is None:
             return False
-        begun = self._begin_work()
+        begun = self._take_tool_results()
+        begun = self._resume_returned() or begun
+        begun = self._begin_work() or begun
         answering = self._slots.answering()
         prefilled = self._launch_prefill(bool(len(answering)))
         if len(answering):
@@ -238,7 +259,7 @@ class Engine:
             published=self._published,
             evaluating=bool(self._active),
             next_evaluation=self._evals[0].version if self._evals else None,
-            trajectories=len(self._members),
+            trajectories=len(self._members) + self._waits.off_slot,
             least=max((run.lease.least_version for run in self._running.values()), default=None),
         )
         return decide(flight, self._config.in_flight)
@@ -246,9 +267,10 @@ class Engine:
     def _check_free_for(self, version: int) -> None:
         if self._active:
             raise EngineBusy(f"version {version} cannot be loaded: an evaluation holds version {self._version}")
-        if self._members and self._config.in_flight == "trajectory":
+        in_flight = len(self._members) + self._waits.off_slot
+        if in_flight and self._config.in_flight == "trajectory":
             raise EngineBusy(
-                f"version {version} cannot be loaded: {len(self._members)} trajectories of version {self._version} are in "
+                f"version {version} cannot be loaded: {in_flight} trajectories of version {self._version} are in "
                 "flight (rollout.in_flight = trajectory)"
             )
         least = max((run.lease.least_version for run in self._running.values()), default=version)
@@ -378,28 +400,82 @@ class Engine:
     # --- what ends -------------------------------------------------------------------------------------------------------
 
     def _answered(self, member: Member) -> None:
-        """An answer is over: the episode shows its next turn, or is done."""
+        """An answer is over: the episode shows its next turn, waits for a tool, or is done."""
         ids, ended = self._slots.answer(member.slot)
         self.counters["answers"] += 1
         self.counters["answers_truncated"] += not ended
         try:
             assert member.episode is not None
             turn = member.episode.respond(self._task.vocabulary.decode(ids))
+            if isinstance(turn, ToolCall | EmulatedToolCall):
+                self._wait_for_tool(member, turn)
+                return
             if turn is not None:
                 self._slots.show(member.slot, self._turns.encode(turn))
                 return
-            outcome = member.episode.outcome()
-            if not all(map(math.isfinite, (outcome.reward, *outcome.turn_rewards))):
-                raise ValueError(f"the reward is {outcome.reward}, by turn {outcome.turn_rewards}")
+            outcome = member.outcome()
         except Exception as error:
             self._try_again(member, error)
             return
         self._done(member, outcome)
 
+    def _wait_for_tool(self, member: Member, call: ToolCall | EmulatedToolCall) -> None:
+        if self._waits.start(member, call):
+            del self._members[member.slot]
+            member.slot = -1
+
+    def _take_tool_results(self) -> bool:
+        """Members whose tool has answered go on, those whose tool failed try again -> whether there were any."""
+        ended = self._waits.take()
+        for member, result in ended:
+            if member.run.over:
+                self._waits.drop(member)  # its group was given up because of an earlier one
+                continue
+            try:
+                turn = self._tool_turn(member, result)
+            except Exception as error:
+                self._try_again(member, error)
+                continue
+            if turn is not None:
+                self._go_on(member, turn)
+        return bool(ended)
+
+    def _tool_turn(self, member: Member, result: ToolResult) -> EncodedTurn | None:
+        """The turn that a tool gave; None: the episode is over, and done."""
+        if result.error is not None:
+            raise result.error
+        if result.turn is None:
+            self._done(member, member.outcome())
+            return None
+        turn = self._turns.encode(result.turn)
+        self._slots.check_fits(self._waits.length(member), turn)
+        return turn
+
+    def _go_on(self, member: Member, turn: EncodedTurn) -> None:
+        """Shows the turn, at once in the member's slot, or as soon as it has one."""
+        if member.slot < 0:
+            self._waits.line_up(member, turn)
+        else:
+            self._slots.show(member.slot, turn)
+
+    def _resume_returned(self) -> bool:
+        """Gives free slots to those that came back, whatever may begin: they are in flight -> whether there were any."""
+        free = self._slots.free()[: self._waits.returned] if self._waits.returned else ()
+        for slot in map(int, free):
+            member, turn = self._waits.next()
+            self._occupy(member, slot)
+            if member.parked is not None:
+                self._slots.restore(slot, member.parked)
+                member.parked = None
+                self.counters["tool_prefilled_again"] += int(self._slots.length[slot])
+            self._slots.show(slot, turn)
+        return len(free) > 0
+
     def _may_retry(self, member: Member, error: Exception) -> bool:
         """Counts a failed attempt -> whether there is another; without one the member's run is told."""
         if member.attempt < self._config.episode_retries:
             member.attempt += 1
+            member.tool_calls = 0
             member.run.retries += 1
             self.counters["episode_retries"] += 1
             return True
@@ -407,13 +483,16 @@ class Engine:
         return False
 
     def _try_again(self, member: Member, error: Exception) -> None:
-        """Starts the member's episode again in its slot."""
+        """Starts the member's episode again, in its slot if it has one."""
         if not self._may_retry(member, error):
             return
+        self._waits.forget_transcript(member)
         turn = self._open(member)
-        if turn is not None:
+        if turn is None:
+            return
+        if member.slot >= 0:
             self._occupy(member, member.slot)
-            self._slots.show(member.slot, turn)
+        self._go_on(member, turn)
 
     def _give_up(self, member: Member, error: Exception) -> None:
         self.counters["episodes_failed"] += 1
@@ -424,6 +503,7 @@ class Engine:
             run.count(Outcome(0.0, self._task.limits.turns, 0))
             self._finish_eval_if_over(run)
             return
+        run.over = True
         for other in run.members:
             self._free(other)
         del self._running[run.lease.group_id]
@@ -440,11 +520,15 @@ class Engine:
             run.count(outcome)
             self._finish_eval_if_over(run)
             return
+        if member.parked is None:
+            trajectory, images, turns = slots.transcript(member.slot)
+        else:
+            trajectory, images, turns = slots.parked_transcript(member.parked)
         run.done[member.index] = FinishedMember(
-            trajectory=slots.trajectory(member.slot),
-            images=slots.images(member.slot),
+            trajectory=trajectory,
+            images=images,
             outcome=outcome,
-            turns=int(slots.turns[member.slot]),
+            turns=turns,
             started_s=member.started_s,
             finished_s=self._clock(),
             version_done=max(self._published, self.version),
@@ -457,6 +541,8 @@ class Engine:
             self.counters["groups_finished"] += 1
 
     def _free(self, member: Member) -> None:
+        """Takes away everything that the member holds."""
+        self._waits.drop(member)
         if member.slot >= 0:
             self._slots.release(member.slot)
             self._followers.pop(member.slot, None)

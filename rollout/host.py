@@ -100,6 +100,7 @@ def run_rollout(config: Config, run_dir: Path, index: int, stop: threading.Event
                     raise
     finally:
         putter.close()
+        engine.close()
 
 
 class RolloutHost:
@@ -123,6 +124,7 @@ class RolloutHost:
         self._started: list[int] = []
         self._failed: list[GroupFailure] = []
         self._evals: list[EvalResult] = []
+        self._evals_failed: list[int] = []
         self._done: list[GroupDone] = []
         self._unstored: list[FinishedGroup] = []
         """Finished, but the putter's queue was full; nothing more is sampled until they are in."""
@@ -170,7 +172,8 @@ class RolloutHost:
         now_s = time.monotonic()
         if self._engine.version >= 0 and self._compilations.count != self._reported_compilations:
             self._report(self._config.control.rpc_timeout_s)
-        news = bool(self._done or self._started or self._failed or self._evals) or self._free_groups() > 0
+        told = (self._done, self._started, self._failed, self._evals, self._evals_failed)
+        news = any(told) or self._free_groups() > 0
         if now_s - self._synced_s >= (NEWS_S if news else SYNC_S):
             self._post(now_s)
         else:
@@ -189,11 +192,12 @@ class RolloutHost:
                 done=tuple(self._done),
                 failed=tuple(self._failed),
                 evals=tuple(self._evals),
+                evals_failed=tuple(self._evals_failed),
                 counters=self.counters() if count else {},
                 ticket_wanted=self._putter.ticket_wanted,
             )
         )
-        self._started, self._done, self._failed, self._evals = [], [], [], []
+        self._started, self._done, self._failed, self._evals, self._evals_failed = [], [], [], [], []
         self._synced_s = now_s
         if count:
             self._counted_s = now_s
@@ -232,8 +236,10 @@ class RolloutHost:
         try:
             arrays = self._weights.read(wanted)
         except WeightsError:
-            # An evaluation may ask for a version that is deleted by now: its lease expires at the scheduler.
-            if self._engine.drop_evals(wanted):
+            # An evaluation may ask for a version that is deleted by now: the scheduler leases it again at a newer one.
+            dropped = self._engine.drop_evals(wanted)
+            self._evals_failed += dropped
+            if dropped:
                 return
             newest = max(self._weights.versions(), default=-1)
             if newest <= wanted:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 
 from knittrans_jax.launch.messages import EvalLease, EvalResult, GroupFailure, Lease
+from knittrans_jax.rollout.slots import Parked
 from knittrans_jax.rollout.tasks.base import Episode, Outcome
 from knittrans_jax.rollout.turns import Image
 from knittrans_jax.trajectory import GroupMeta, GroupPayload, MediaMeta, Trajectory, TrajectoryMeta
@@ -52,6 +54,8 @@ class GroupRun:
     retries: int = 0
     members: list[Member] = dataclasses.field(default_factory=list)
     done: dict[int, FinishedMember] = dataclasses.field(default_factory=dict)
+    over: bool = False
+    """Given up: nothing of it goes on."""
 
     @property
     def greedy(self) -> bool:
@@ -73,6 +77,8 @@ class EvalRun:
     exact: int = 0
     reward_sum: float = 0.0
     episodes: int = 0
+    over: bool = False
+    """Never: a member that fails is counted as wrong, and the others go on."""
 
     @property
     def greedy(self) -> bool:
@@ -101,7 +107,7 @@ class EvalRun:
 
 @dataclasses.dataclass
 class Member:
-    """One trajectory in flight. `slot` is -1 until it has one."""
+    """One trajectory in flight. `slot` is -1 while it has none."""
 
     run: GroupRun | EvalRun
     index: int
@@ -110,6 +116,20 @@ class Member:
     episode: Episode | None = None
     attempt: int = 0
     slot: int = -1
+    tool_calls: int = 0
+    """Of this attempt."""
+    waits_for: int | None = None
+    """The number of the tool call that it waits for."""
+    parked: Parked | None = None
+    """Its transcript, while it has no slot."""
+
+    def outcome(self) -> Outcome:
+        """What the episode says at its end; raises `ValueError` for a reward that is not finite."""
+        assert self.episode is not None
+        outcome = self.episode.outcome()
+        if not all(map(math.isfinite, (outcome.reward, *outcome.turn_rewards))):
+            raise ValueError(f"the reward is {outcome.reward}, by turn {outcome.turn_rewards}")
+        return outcome
 
 
 def assemble_group(group_id: int, unit: str, members: list[FinishedMember], retries: int) -> FinishedGroup:

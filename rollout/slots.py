@@ -2,7 +2,9 @@
 
 A slot's life: free -> prompt (a turn was shown, its tokens wait for prefill) -> answer (one sampled token waits to be fed)
 -> ended (the answer is over, the environment's turn) -> prompt again, or free. A follower waits until its leader's first turn
-is prefilled, then goes on as if it had been prefilled itself.
+is prefilled, then goes on as if it had been prefilled itself. A trajectory that waits for a tool is parked: its transcript
+leaves the slot, which is free for others, and returns to any slot with an empty cache, to be prefilled again. Where no more
+may be parked, it waits in its slot (tool).
 
 Invariants: `cached <= length <= capacity`; in `answer` exactly one token is not cached; positions, flags, log-probs and
 versions are written once, together with their token.
@@ -27,6 +29,7 @@ class Phase(enum.IntEnum):
     PROMPT = 2
     ANSWER = 3
     ENDED = 4
+    TOOL = 5
 
 
 class TrajectoryTooLong(ValueError):  # noqa: N818 - says what it is
@@ -50,6 +53,22 @@ class PrefillBatch:
     image_RxW: np.ndarray
     offset_RxW: np.ndarray
     images: dict[int, Image]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parked:
+    """A trajectory's transcript of T tokens without a slot. Its pictures stay referenced until `restore` or `discard`."""
+
+    tokens_T: np.ndarray
+    sampled_T: np.ndarray
+    logprobs_T: np.ndarray
+    versions_T: np.ndarray
+    positions_3xT: np.ndarray
+    image_T: np.ndarray
+    offset_T: np.ndarray
+    next_position: int
+    turns: int
+    handles: list[int]
 
 
 class SlotTable:
@@ -138,6 +157,49 @@ class SlotTable:
         self.phase[slot] = Phase.FREE
         self._forget_images(slot)
 
+    def hold(self, slot: int) -> None:
+        """The trajectory waits for a tool in its slot; `show` or `release` comes next."""
+        self.phase[slot] = Phase.TOOL
+
+    def park(self, slot: int) -> Parked:
+        """Takes the transcript out of the slot, which is free then."""
+        length = int(self.length[slot])
+        parked = Parked(
+            tokens_T=self._tokens[slot, :length].copy(),
+            sampled_T=self._sampled[slot, :length].copy(),
+            logprobs_T=self._logprobs[slot, :length].copy(),
+            versions_T=self._versions[slot, :length].copy(),
+            positions_3xT=self._positions[slot, :, :length].copy(),
+            image_T=self._image[slot, :length].copy(),
+            offset_T=self._offset[slot, :length].copy(),
+            next_position=int(self._next_position[slot]),
+            turns=int(self.turns[slot]),
+            handles=self._images[slot],
+        )
+        self._images[slot] = []  # their references went with it
+        self.phase[slot] = Phase.FREE
+        return parked
+
+    def restore(self, slot: int, parked: Parked) -> None:
+        """Puts a transcript into an empty slot, nothing of it cached; `show` comes next, and all of it is prefilled."""
+        self.begin(slot)
+        length = len(parked.tokens_T)
+        self._tokens[slot, :length] = parked.tokens_T
+        self._sampled[slot, :length] = parked.sampled_T
+        self._logprobs[slot, :length] = parked.logprobs_T
+        self._versions[slot, :length] = parked.versions_T
+        self._positions[slot, :, :length] = parked.positions_3xT
+        self._image[slot, :length] = parked.image_T
+        self._offset[slot, :length] = parked.offset_T
+        self._next_position[slot] = parked.next_position
+        self.length[slot], self.turns[slot] = length, parked.turns
+        self._images[slot] = parked.handles
+
+    def discard(self, parked: Parked) -> None:
+        """Forgets a transcript that will not return."""
+        for handle in parked.handles:
+            self._pictures.drop(handle)
+
     def prefill_batch(self, slots: np.ndarray, rows: int, width: int) -> PrefillBatch:
         """The next up to `width` tokens of at most `rows` slots that wait."""
         count = len(slots)
@@ -212,19 +274,26 @@ class SlotTable:
         ended = bool(tokens[-1] == self.end_id)
         return (tokens[:-1] if ended else tokens), ended
 
-    def images(self, slot: int) -> list[Image]:
-        """The picture behind each run of placeholders, in order."""
-        return [self._pictures.by_handle(handle) for handle in self._images[slot]]
-
-    def trajectory(self, slot: int) -> Trajectory:
-        """A copy of the slot's transcript."""
+    def transcript(self, slot: int) -> tuple[Trajectory, list[Image], int]:
+        """A copy of the slot's trajectory, the picture behind each run of placeholders in order, and the number of turns."""
         length = int(self.length[slot])
-        return Trajectory(
+        trajectory = Trajectory(
             tokens_T=self._tokens[slot, :length].copy(),
             sampled_T=self._sampled[slot, :length].copy(),
             behaviour_logprobs_T=self._logprobs[slot, :length].copy(),
             versions_T=self._versions[slot, :length].copy(),
         )
+        return trajectory, [self._pictures.by_handle(handle) for handle in self._images[slot]], int(self.turns[slot])
+
+    def parked_transcript(self, parked: Parked) -> tuple[Trajectory, list[Image], int]:
+        """The same of a trajectory without a slot."""
+        trajectory = Trajectory(
+            tokens_T=parked.tokens_T,
+            sampled_T=parked.sampled_T,
+            behaviour_logprobs_T=parked.logprobs_T,
+            versions_T=parked.versions_T,
+        )
+        return trajectory, [self._pictures.by_handle(handle) for handle in parked.handles], parked.turns
 
     def _append_turn(self, slot: int, at: int, end: int, turn: EncodedTurn) -> None:
         handles = [self._pictures.take(image) for image in turn.images]

@@ -21,7 +21,7 @@ import msgspec
 from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.accounts import Account
 from knittrans_jax.admission.controller import Controller
-from knittrans_jax.admission.evaluation import MAX_ATTEMPTS, Evaluations
+from knittrans_jax.admission.evaluation import MAX_ATTEMPTS, EvalLeaseRecord, Evaluations
 from knittrans_jax.admission.storage_room import StorageRoom
 from knittrans_jax.config import Config
 from knittrans_jax.launch import messages as msg
@@ -52,6 +52,9 @@ class RolloutDesk:
         self.seen_s: dict[str, float] = {}
         """When each host's engine spoke last."""
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
+        self.engine_counters: dict[str, dict[str, float]] = {}
+        """What each host's engine counted last."""
+        self._stuck: str | None = None
         self._emit = emit
         self._deadlines: list[tuple[float, int]] = []
 
@@ -62,6 +65,13 @@ class RolloutDesk:
         if self.state.hosts.get(sync.host) != sync.unit:
             self._emit(ev.HostJoined(time_s=now_s, host=sync.host, unit=sync.unit))
         self.seen_s[sync.host] = now_s
+        if sync.counters:
+            self.engine_counters[sync.host] = sync.counters
+
+    def tool_counters(self) -> dict[str, float]:
+        """What the engines count of tools (`tool_...`), summed over hosts."""
+        names = sorted({name for one in self.engine_counters.values() for name in one if name.startswith("tool_")})
+        return {name: sum(one.get(name, 0.0) for one in self.engine_counters.values()) for name in names}
 
     def take_reports(self, sync: msg.EngineSync, now_s: float) -> None:
         """Takes in what an engine started, finished and gave up."""
@@ -78,6 +88,12 @@ class RolloutDesk:
                 self.counters["late_evals"] += 1
             else:
                 self._emit(ev.EvalDone(time_s=now_s, **msgspec.structs.asdict(result)))
+        for eval_id in sync.evals_failed:
+            lease = self.evaluations.failed(eval_id)
+            if lease is None:
+                self.counters["late_evals"] += 1
+            else:
+                self._end_evaluation(lease, f"version {lease.version} is not to be had on host {lease.host}", now_s)
 
     def _start(self, group_id: int, now_s: float) -> None:
         self._emit(ev.Started(time_s=now_s, group_id=group_id))
@@ -189,11 +205,13 @@ class RolloutDesk:
         """Ends leases past their deadline -> why the run cannot go on, or None."""
         self._expire_groups(now_s)
         for lease in self.evaluations.expire(now_s):
-            reason = f"not done in time on host {lease.host}"
-            self._emit(ev.EvalExpired(time_s=now_s, eval_id=lease.eval_id, reason=reason))
-            if lease.share.final and lease.share.attempts + 1 >= MAX_ATTEMPTS:
-                return f"the final evaluation was leased {MAX_ATTEMPTS} times and did not come back in time"
-        return None
+            self._end_evaluation(lease, f"not done in time on host {lease.host}", now_s)
+        return self._stuck
+
+    def _end_evaluation(self, lease: EvalLeaseRecord, reason: str, now_s: float) -> None:
+        self._emit(ev.EvalExpired(time_s=now_s, eval_id=lease.eval_id, reason=reason))
+        if lease.share.final and lease.share.attempts + 1 >= MAX_ATTEMPTS:
+            self._stuck = f"the final evaluation was leased {MAX_ATTEMPTS} times and did not come back: {reason}"
 
     def _expire_groups(self, now_s: float) -> None:
         timeout_s = self.config.admission.lease_timeout_s

@@ -1,8 +1,8 @@
 """Evaluation as leased work: which held-out prompts are due, who runs them, what came of it. Pure; the clock is an argument.
 
 What it guarantees: at most one evaluation is under way, and a newer one takes the place of shares that nobody has begun
-(counted); every share is leased at a stated version; a share whose lease ran out is leased again, at most `MAX_ATTEMPTS`
-times in all; a result counts once.
+(counted); every share is leased at a stated version; a share whose lease ran out, or whose host cannot run it, is leased
+again, at most `MAX_ATTEMPTS` times in all; a result counts once.
 """
 
 from __future__ import annotations
@@ -93,8 +93,18 @@ class Evaluations:
         """Ends the leases that ran out and puts their shares back; a share past `MAX_ATTEMPTS` is returned only."""
         expired = [lease for lease in self.leases.values() if now_s >= lease.deadline_s]
         for lease in expired:
-            del self.leases[lease.eval_id]
-            self.leases_expired += 1
-            if lease.share.attempts + 1 < MAX_ATTEMPTS:
-                self.waiting.append(dataclasses.replace(lease.share, attempts=lease.share.attempts + 1))
+            self._give_back(lease)
         return expired
+
+    def failed(self, eval_id: int) -> EvalLeaseRecord | None:
+        """The host cannot run it -> its lease, which ends like one that ran out; None when it had ended before."""
+        lease = self.leases.get(eval_id)
+        if lease is not None:
+            self._give_back(lease)
+        return lease
+
+    def _give_back(self, lease: EvalLeaseRecord) -> None:
+        del self.leases[lease.eval_id]
+        self.leases_expired += 1
+        if lease.share.attempts + 1 < MAX_ATTEMPTS:
+            self.waiting.append(dataclasses.replace(lease.share, attempts=lease.share.attempts + 1))

@@ -434,9 +434,8 @@ class SchedulerCore:
 
     def status(self) -> msg.Status:
         """The live table's figures."""
-        return live_status(
-            self.config, self.state, self.figures, self.training, self.waiting, self.ending, self.all_counters()
-        )
+        counters = {**self.all_counters(), **self.desk.tool_counters()}
+        return live_status(self.config, self.state, self.figures, self.training, self.waiting, self.ending, counters)
 
     def all_counters(self) -> dict[str, float]:
         """Everything that the scheduler counts, by name."""

@@ -118,6 +118,13 @@ def _check_lengths(config: Config, task: Task, vision: VisionConfig | None) -> i
             f"model.preset: the images of task {config.task.name} do not fit its patches: {error} "
             f"(value {config.model.preset!r})"
         ) from error
+    longest_s, lease_s = limits.tool_calls * rollout.tool_timeout_s, config.admission.lease_timeout_s
+    if longest_s >= lease_s:
+        raise ConfigError(
+            f"rollout.tool_timeout_s: an episode of task {config.task.name} can wait {limits.tool_calls} times for a tool, "
+            f"{longest_s:g} s in all: leases would expire before (admission.lease_timeout_s = {lease_s:g}) "
+            f"(value {rollout.tool_timeout_s:g})"
+        )
     if tokens > rollout.cache_tokens:
         raise ConfigError(
             f"rollout.cache_tokens: a trajectory of task {config.task.name} can have {tokens} tokens "

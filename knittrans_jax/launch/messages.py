@@ -75,6 +75,8 @@ class EngineSync(Message, frozen=True, kw_only=True):
     done: tuple[GroupDone, ...] = ()
     failed: tuple[GroupFailure, ...] = ()
     evals: tuple[EvalResult, ...] = ()
+    evals_failed: tuple[int, ...] = ()
+    """Evaluation leases that this host cannot run: their version is not to be had any more."""
     counters: dict[str, float] = {}
     ticket_wanted: bool = False
 

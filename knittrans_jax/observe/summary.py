@@ -54,6 +54,22 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True):
     patches_naive: int
 
 
+class Tools(msgspec.Struct, frozen=True, kw_only=True):
+    """Tool calls of all episodes, evaluations included; `calls_emulated` of them called no tool but waited a drawn latency."""
+
+    calls: int
+    calls_emulated: int
+    wait_s: float
+    """Summed over the calls that ended."""
+    waiting_most: int
+    """Most episodes that waited at once (of several hosts: the sum of each one's most)."""
+    waits_in_slot: int
+    """Waits that kept their slot because `rollout.tool_waits` others were without one."""
+    timeouts: int
+    failures: int
+    tokens_prefilled_again: int
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """See the module's opening."""
 
@@ -83,6 +99,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trainer_wait_s: Waits
     bytes: Bytes
     encoder: Encoder
+    tools: Tools | None
+    """Null when no episode called a tool."""
     logprob_mismatch: float | None
     """Mean absolute difference of trainer's and sampler's log-prob, over tokens sampled by the version that trained on them."""
     tokens_per_s: float | None
@@ -149,6 +167,7 @@ def summary_of(record: RunRecord, ended: str | None = None) -> Summary:
             patches_encoded=figures.patches_naive if naive else figures.patches_unique,
             patches_naive=figures.patches_naive,
         ),
+        tools=_tools(figures.counters),
         logprob_mismatch=token_mean(figures.metrics, "logprob_mismatch", "fresh_tokens"),
         tokens_per_s=record.tokens / trained_s if trained_s > 0 else None,
         sampled_tokens_per_s=figures.sampled_tokens / trained_s if trained_s > 0 else None,
@@ -160,6 +179,26 @@ def summary_of(record: RunRecord, ended: str | None = None) -> Summary:
         },
         eval_held_s=figures.eval_held_s,
         wall_s=record.elapsed_s,
+    )
+
+
+def _tools(counters: dict[str, dict[str, float]]) -> Tools | None:
+    """From the last counters of each role."""
+
+    def total(name: str) -> float:
+        return sum(one.get(f"tool_{name}", 0.0) for role, one in counters.items() if role.startswith("rollout-"))
+
+    if not total("calls"):
+        return None
+    return Tools(
+        calls=int(total("calls")),
+        calls_emulated=int(total("calls_emulated")),
+        wait_s=total("wait_s"),
+        waiting_most=int(total("waiting_most")),
+        waits_in_slot=int(total("waits_in_slot")),
+        timeouts=int(total("timeouts")),
+        failures=int(total("failures")),
+        tokens_prefilled_again=int(total("prefilled_again")),
     )
 
 

@@ -88,6 +88,8 @@ def live_table(name: str, record: RunRecord, status: Status | None, elapsed_s: f
     grid.add_row("trainer waits", f"groups {waits['groups']:.1f} s   data {waits['data']:.1f} s")
     grid.add_row("speed", f"{figures.tokens_per_s:,.0f} sampled tokens/s")
     grid.add_row("groups", _accounts(record.accounts))
+    if status is not None and status.figures.get("tool_calls"):
+        grid.add_row("tools", _live_tools(status.figures))
     grid.add_row("waits for", Text("the roles to start" if status is None else status.waiting_for))
     return Panel(grid, title=f"knittrans · {name}", title_align="left", border_style="cyan", padding=(0, 1))
 
@@ -107,6 +109,8 @@ def plain_line(record: RunRecord, status: Status | None) -> str:
         f"{figures.tokens_per_s:,.0f} tokens/s",
         f"waits for {'-' if status is None else status.waiting_for}",
     ]
+    if status is not None and status.figures.get("tool_calls"):
+        parts.insert(-1, _live_tools(status.figures))
     return " | ".join(parts)
 
 
@@ -152,6 +156,16 @@ def summary_panel(summary: Summary, directory: str) -> RenderableType:
         "compilations", f"{summary.compilations}, {'-' if after is None else after} of them after the second train step"
     )
     grid.add_row("groups", f"{_accounts(summary.groups)}   of {summary.groups_launched:,} launched")
+    tools = summary.tools
+    if tools is not None:
+        ended = (
+            f"{tools.timeouts} timed out, {tools.failures} failed" if tools.timeouts + tools.failures else "none failed"
+        )
+        grid.add_row(
+            "tools",
+            f"{tools.calls:,} calls of {_tool_kind(tools.calls, tools.calls_emulated)}, {tools.wait_s / tools.calls:.2f} s "
+            f"each; at most {tools.waiting_most} episodes waited at once; {ended}",
+        )
     grid.add_row("files", Text(directory))
     border = "green" if summary.ended == "finished" else "red"
     return Panel(grid, title=f"knittrans · {summary.name}", title_align="left", border_style=border, padding=(0, 1))
@@ -219,6 +233,21 @@ def _staleness_table(summary: Summary) -> RenderableType:
     add("in queue", staleness.in_queue)
     add("architectural", staleness.architectural)
     return Group(table)
+
+
+def _tool_kind(calls: float, emulated: float) -> str:
+    """What was called, emulated tools by that name."""
+    if emulated >= calls:
+        return "an EMULATED tool"
+    return "tools" if not emulated else f"tools ({emulated:,.0f} of them EMULATED)"
+
+
+def _live_tools(figures: dict[str, float]) -> str:
+    calls, waiting = figures["tool_calls"], figures.get("tool_waiting", 0.0)
+    kind = _tool_kind(calls, figures.get("tool_calls_emulated", 0.0))
+    failed = figures.get("tool_timeouts", 0.0) + figures.get("tool_failures", 0.0)
+    mean_s = figures.get("tool_wait_s", 0.0) / max(1.0, calls - waiting)
+    return f"{waiting:.0f} episodes wait on {kind}; {calls:,.0f} calls, {mean_s:.2f} s each, {failed:.0f} failed"
 
 
 def _accounts(accounts: dict[str, int]) -> str:

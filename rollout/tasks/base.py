@@ -6,13 +6,17 @@ that a run must know before it starts (how long a trajectory can get, how many b
 An episode is a conversation: it shows a turn, receives the answer (the sampled text up to, and without, the end token, or
 all of it when it reached `rollout.max_answer_tokens` before), and shows the next turn or ends. The members of one group run
 one episode each from the same prompt; their first turns should be equal, since then it is prefilled only once.
+
+Where the next turn is a tool's reply and takes time, `respond` returns a `ToolCall` instead. The episode then waits without
+its slot (its tokens are kept, its cache is given up and filled again when it returns), and others are sampled meanwhile. A
+tool that raises, or does not answer within `rollout.tool_timeout_s`, fails the attempt of its episode.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -40,6 +44,27 @@ class Turn:
 
 
 @dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """The next turn comes from a tool. `run` gives it, or None when the episode is over.
+
+    A plain function runs in a thread of its own, a coroutine function (`async def`) in one thread with all others, where it is
+    cancelled at its deadline; prefer those. Neither may touch what the engine's thread uses.
+    """
+
+    name: str
+    run: Callable[[], Turn | None] | Callable[[], Awaitable[Turn | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class EmulatedToolCall:
+    """No tool at all: `turn` comes `latency_s` later. Runs count it as emulated wherever they show it."""
+
+    name: str
+    turn: Turn | None
+    latency_s: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Outcome:
     """Of a finished episode: its reward, how many questions it asked, and how many were answered exactly.
 
@@ -57,7 +82,7 @@ class TaskLimits:
     """The most that any episode shows or expects. `knittrans check` derives lengths and bytes from it.
 
     `image_shapes` are all (H, W, C) that its images may have; none for a task without images. `answer_tokens` is the longest
-    right answer, its end token included.
+    right answer, its end token included. `tool_calls`: the most tool calls of an episode.
     """
 
     turns: int
@@ -65,6 +90,7 @@ class TaskLimits:
     images_per_turn: int
     image_shapes: tuple[tuple[int, int, int], ...]
     answer_tokens: int
+    tool_calls: int = 0
 
 
 class Episode(Protocol):
@@ -74,8 +100,8 @@ class Episode(Protocol):
         """The first turn; called once."""
         ...
 
-    def respond(self, answer: str) -> Turn | None:
-        """The turn after this answer, or None: the episode is over."""
+    def respond(self, answer: str) -> Turn | ToolCall | EmulatedToolCall | None:
+        """The turn after this answer, or the call that gives it, or None: the episode is over."""
         ...
 
     def outcome(self) -> Outcome:
@@ -118,6 +144,12 @@ def max_image_tokens(limits: TaskLimits, patch_size: int, merge_size: int) -> in
     """Image tokens of the largest image; 0 for a task without images."""
     grids = (grid_of(shape, patch_size, merge_size) for shape in limits.image_shapes)
     return max((rows * columns // merge_size**2 for rows, columns in grids), default=0)
+
+
+def min_image_tokens(limits: TaskLimits, patch_size: int, merge_size: int) -> int:
+    """Image tokens of the smallest image; 0 for a task without images."""
+    grids = (grid_of(shape, patch_size, merge_size) for shape in limits.image_shapes)
+    return min((rows * columns // merge_size**2 for rows, columns in grids), default=0)
 
 
 def max_trajectory_tokens(limits: TaskLimits, patch_size: int, merge_size: int, max_answer_tokens: int) -> int:

@@ -57,7 +57,8 @@ class DigitsReadEpisode:
     def outcome(self) -> Outcome:
         """Partial credit by position and length."""
         answer = self.answer or ""
-        return Outcome(partial_credit(answer, self.truth), 1, int(answer == self.truth))
+        credit = partial_credit(answer, self.truth)
+        return Outcome(credit, 1, int(answer == self.truth), (credit,))
 
 
 class DigitsRead:

@@ -13,8 +13,13 @@ from knittrans_jax.config import ConfigError, TaskConfig
 from knittrans_jax.rollout.tasks.base import TASK_MEMBERS, Task
 from knittrans_jax.rollout.tasks.digits_read import DigitsRead
 from knittrans_jax.rollout.tasks.grid_lookup import GridLookup
+from knittrans_jax.rollout.tasks.mixture import Mixture
 
-BUILT_IN: dict[str, Callable[[dict[str, Any], int], Task]] = {"digits-read": DigitsRead, "grid-lookup": GridLookup}
+BUILT_IN: dict[str, Callable[[dict[str, Any], int], Task]] = {
+    "digits-read": DigitsRead,
+    "grid-lookup": GridLookup,
+    "mixture": lambda options, seed: Mixture(options, seed, load_task),
+}
 
 
 def load_task(config: TaskConfig, seed: int) -> Task:

@@ -70,3 +70,16 @@ def test_without_held_out_prompts_nothing_is_due():
     plan = Evaluations(make_config(), [])
     plan.published(12, 1)
     assert plan.finished
+
+
+def test_a_share_that_its_host_cannot_run_is_given_out_again_at_once():
+    plan = evaluations()
+    plan.published(4, 1)
+    lease = plan.lease("host0", 4, 0.0)
+    assert lease is not None
+    assert plan.failed(lease.eval_id) == lease
+    assert plan.failed(lease.eval_id) is None, "it had ended"
+    again = plan.lease("host0", 5, 0.0)
+    assert again is not None
+    assert (again.version, again.share.prompt_ids) == (5, lease.share.prompt_ids)
+    assert plan.done(lease.eval_id) is None

@@ -493,6 +493,27 @@ def test_a_final_evaluation_that_no_host_takes_ends_the_run():
     assert "hosts seen: host0, host1" in model.core.ending
 
 
+def test_a_final_evaluation_that_no_host_can_run_ends_the_run_and_says_so():
+    core = make_core(make_config(), make_prompts(COUNTS))
+    desk = core.desk
+    desk.join(msg.EngineSync(host="host0", unit="host0", version=12, free_groups=0), 0.0)
+    desk.evaluations.published(12, 1)
+    failed: tuple[int, ...] = ()
+    for _ in range(3):
+        lease = desk.evaluations.lease("host0", 12, 1.0)
+        assert lease is not None
+        assert desk.expire(1.0) is None
+        failed = (lease.eval_id,)
+        desk.take_reports(
+            msg.EngineSync(host="host0", unit="host0", version=12, free_groups=0, evals_failed=failed), 1.0
+        )
+    stuck = desk.expire(1.0)
+    assert stuck is not None
+    assert "did not come back: version 12 is not to be had on host host0" in stuck
+    desk.take_reports(msg.EngineSync(host="host0", unit="host0", version=12, free_groups=0, evals_failed=failed), 1.0)
+    assert desk.counters["late_evals"] == 1
+
+
 def test_a_last_version_that_is_never_written_ends_the_run(monkeypatch: pytest.MonkeyPatch):
     model = begun(admission__starvation_s=20.0, batch__quotas=QUOTAS)
     write = model.write

@@ -50,3 +50,10 @@ class CannotEnd(Echo):
     def __init__(self, options: dict[str, Any], seed: int):
         super().__init__(options, seed)
         self.sampled_ids = self.sampled_ids[1:]
+
+
+class OtherAlphabet(Echo):
+    def __init__(self, options: dict[str, Any], seed: int):
+        super().__init__(options, seed)
+        self.vocabulary = Vocabulary("abc?")
+        self.sampled_ids = (self.vocabulary.end, *self.vocabulary.encode("abc"))

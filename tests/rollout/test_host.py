@@ -160,7 +160,7 @@ def test_a_host_samples_stores_and_follows_published_weights_until_it_is_told_to
     publish(tmp_path, 2, other_params(2))
     stub.published = 2
     stub.leases = [train_lease(10, "train-000010", least_version=2)]
-    # An evaluation of a version that was never there is dropped; the scheduler's deadline will notice.
+    # An evaluation of a version that was never there is given back at once.
     stub.evals = [msg.EvalLease(eval_id=4, version=77, prompt_ids=("heldout-000000",))]
     stub.serve(lambda: 10 in stub.done())
     assert {t.version_min for t in stub.done()[10].trajectories} == {2}
@@ -174,6 +174,7 @@ def test_a_host_samples_stores_and_follows_published_weights_until_it_is_told_to
     assert not failure
     assert stub.last("compilations") == compiled
     assert stub.last("evals_dropped") == 1
+    assert [eval_id for sync in stub.syncs for eval_id in sync.evals_failed] == [4]
     assert stub.last("put_bytes") == sum(meta.payload_bytes for meta in stub.done().values())
 
 

@@ -70,13 +70,11 @@ def test_what_is_prefilled_and_fed_is_the_transcript_with_the_positions_of_one_p
         assert table.ended().tolist() == [slot]
         given, ended = table.answer(slot)
         assert (given.tolist(), ended) == (answer, len(answer) < 3)
-    trajectory = table.trajectory(slot)
+    trajectory, images, _ = table.transcript(slot)
     assert tokens == trajectory.tokens_T[:-1].tolist()  # the very last token is never fed
     expected, _ = mrope_positions(trajectory.tokens_T, grids, VOCABULARY.image, 2)
     np.testing.assert_array_equal(np.concatenate(positions, axis=1), expected[:, :-1])
-    assert pictures_seen == [
-        image.digest for image in table.images(slot) for _ in range(image.grid[0] * image.grid[1] // 4)
-    ]
+    assert pictures_seen == [image.digest for image in images for _ in range(image.grid[0] * image.grid[1] // 4)]
     assert trajectory.sampled_T.sum() == sum(min(len(answer) + 1, 3) for _, answer in conversation)
     assert ((trajectory.versions_T == 7) == trajectory.sampled_T).all()
     assert ((trajectory.versions_T == NOT_SAMPLED) != trajectory.sampled_T).all()
@@ -136,3 +134,44 @@ def test_new_weights_restart_a_first_turn_that_is_prefilled_in_part_and_nothing_
     table.show(1, encoder().encode(Turn(("abcabc",))))
     table.prefilled(table.prefill_batch(whole, rows=1, width=4))
     assert table.restart_first_turns() == 0, "a later turn's answer is of another version than the first one's anyway"
+
+
+@hypothesis.given(st.lists(st.tuples(turns, answers), min_size=2, max_size=4))
+def test_a_transcript_that_left_its_slot_and_came_back_is_prefilled_whole_and_unchanged(
+    conversation: list[tuple[Turn, list[int]]],
+):
+    stayed, moved = (SlotTable(slots=2, capacity=120, end_id=END, max_answer_tokens=3) for _ in range(2))
+    encode = encoder().encode
+    for table in (stayed, moved):
+        table.begin(0)
+    at = 0
+    for number, (turn, answer) in enumerate(conversation):
+        if number:
+            parked = moved.park(at)
+            assert moved.phase[at] == Phase.FREE
+            moved.begin(at)  # somebody else uses it meanwhile
+            moved.show(at, encode(Turn((np.full((8, 24, 1), 9, np.uint8), "2 1"))))
+            moved.release(at)
+            at = 1 - at
+            moved.restore(at, parked)
+        for table, slot in ((stayed, 0), (moved, at)):
+            encoded = encode(turn)
+            table.show(slot, encoded)
+            length = int(table.length[slot])
+            assert table is stayed or table.cached[slot] == 0
+            table.prefilled(table.prefill_batch(np.array([slot]), rows=1, width=length))
+            for token in [*answer, END][:3]:
+                table.sampled(np.array([slot]), np.array([token]), np.array([-0.5], np.float32), version=number)
+                table.cached[slot] = table.length[slot]
+    stayed.cached[0] = moved.cached[at] = 0
+    length = int(stayed.length[0])
+    whole = [table.prefill_batch(np.array([slot]), rows=1, width=length) for table, slot in ((stayed, 0), (moved, at))]
+    (one, images, count), (other, other_images, other_count) = stayed.transcript(0), moved.transcript(at)
+    for name in ("tokens_T", "sampled_T", "behaviour_logprobs_T", "versions_T"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert [image.digest for image in images] == [image.digest for image in other_images]
+    assert count == other_count == len(conversation)
+    for field in ("tokens_RxW", "positions_Rx3xW", "offset_RxW"):
+        np.testing.assert_array_equal(getattr(whole[0], field), getattr(whole[1], field))
+    shown = [[batch.images[h].digest if h >= 0 else "" for h in batch.image_RxW[0].tolist()] for batch in whole]
+    assert shown[0] == shown[1]

@@ -8,10 +8,18 @@ import numpy as np
 import pytest
 
 from knittrans_jax.config import ConfigError, TaskConfig
-from knittrans_jax.rollout.tasks.base import Task, Turn, max_group_bytes, max_image_tokens, max_trajectory_tokens
+from knittrans_jax.rollout.tasks.base import (
+    EmulatedToolCall,
+    Task,
+    Turn,
+    max_group_bytes,
+    max_image_tokens,
+    max_trajectory_tokens,
+)
 from knittrans_jax.rollout.tasks.digits import load_digits
 from knittrans_jax.rollout.tasks.digits_read import DigitsRead
 from knittrans_jax.rollout.tasks.grid_lookup import QUESTIONS, GridLookup
+from knittrans_jax.rollout.tasks.mixture import EmulatedTool, latencies
 from knittrans_jax.rollout.tasks.registry import load_task
 from knittrans_jax.rollout.tasks.scoring import partial_credit
 from knittrans_jax.rollout.text import ALPHABET, Vocabulary
@@ -144,7 +152,7 @@ def test_a_users_task_is_a_class_in_a_file():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("grid", {}, r"task\.name: no task 'grid': expected one of digits-read, grid-lookup, or path"),
+        ("grid", {}, r"task\.name: no task 'grid': expected one of digits-read, grid-lookup, mixture, or path"),
         ("nowhere.py:Echo", {}, r"task\.name: 'nowhere\.py:Echo': there is no file .*nowhere\.py"),
         (f"{MY_TASK}:Ekko", {}, r"has no class 'Ekko'; it has .*Echo"),
         (f"{MY_TASK}:NoTask", {}, r"is not a task: it has no sampled_ids, limits, prompts, episode"),
@@ -180,3 +188,84 @@ def test_loading_a_task_does_not_load_jax():
         "load_task(TaskConfig(name='grid-lookup'), 0).prompts('train'); sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+DOMAINS: dict[str, dict[str, object]] = {
+    "read": {"task": "digits-read", "options": {"digits": 2, "train_prompts": 20, "heldout_prompts": 8}},
+    "look": {"task": "grid-lookup", "options": {"train_prompts": 10, "heldout_prompts": 4}},
+    "slow": {
+        "task": "grid-lookup",
+        "options": {"train_prompts": 10, "heldout_prompts": 4},
+        "emulated_tool": {"name": "camera", "mean_s": 2.0, "sigma": 0.7},
+    },
+}
+
+
+def mixture(seed: int = 0, domains: dict[str, dict[str, object]] = DOMAINS) -> Task:
+    return load_task(TaskConfig(name="mixture", options={"domains": domains}), seed)
+
+
+def test_a_mixture_has_the_prompts_of_its_domains_and_any_first_held_out_ones_are_a_fair_mix():
+    task = mixture()
+    assert isinstance(task, Task)
+    prompts = task.prompts("train")
+    assert {p.prompt_id for p in prompts if p.attributes["domain"] == "read"} == {
+        f"read/train-{i:06d}" for i in range(20)
+    }
+    assert {p.attributes["kind"] for p in prompts} == {"even", "odd", "cells", "rows"}
+    for count in (4, 8, 12):
+        domains = [prompt.attributes["domain"] for prompt in task.prompts("heldout")[:count]]
+        assert [domains.count(name) for name in DOMAINS] == [count // 2, count // 4, count // 4]
+    limits = task.limits
+    assert (limits.turns, limits.tool_calls, limits.image_shapes) == (3, 2, ((8, 16, 1), (16, 16, 1)))
+
+
+def test_two_domains_of_one_task_show_different_prompts():
+    task = mixture()
+    one, other = (task.episode(f"{domain}/train-000001").first().parts[0] for domain in ("look", "slow"))
+    assert not np.array_equal(one, other)
+
+
+def test_an_emulated_tool_delays_later_turns_by_seeded_latencies_and_changes_nothing_else():
+    task, again, reseeded = mixture(), mixture(), mixture(seed=1)
+    delays: list[list[float]] = []
+    for one in (task, again, reseeded):
+        found: list[float] = []
+        for _ in range(3):  # three members of a group: one prompt, latencies of their own
+            episode = one.episode("slow/train-000002")
+            assert isinstance(episode.first(), Turn)
+            for _ in range(2):
+                call = episode.respond("1")
+                assert isinstance(call, EmulatedToolCall)
+                assert isinstance(call.turn, Turn)
+                found.append(call.latency_s)
+            assert episode.respond("1") is None
+            assert episode.outcome().questions == 3
+        assert len(set(found)) == 6
+        delays.append(found)
+    assert delays[0] == delays[1] != delays[2]
+    assert isinstance(task.episode("look/train-000002").respond("1"), Turn), "the other domains do not wait"
+
+
+def test_the_emulated_latency_has_the_mean_and_the_spread_that_were_asked_for():
+    draws = latencies(EmulatedTool(name="t", mean_s=3.0, sigma=0.8), np.random.default_rng(0))
+    logs = np.log([next(draws) for _ in range(20_000)])
+    assert np.exp(logs).mean() == pytest.approx(3.0, rel=0.03)
+    assert logs.std() == pytest.approx(0.8, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("domains", "message"),
+    [
+        ({"a/b": DOMAINS["read"]}, r"has none itself \(value 'a/b'\)"),
+        ({"a": {"task": "nowhere"}}, "no task 'nowhere'"),
+        ({"a": DOMAINS["read"] | {"emulated_tool": DOMAINS["slow"]["emulated_tool"]}}, "no turn after its first"),
+        ({"a": DOMAINS["slow"] | {"emulated_tool": {"name": "t", "mean_s": 1}}}, "sigma"),
+        ({"a": DOMAINS["read"], "b": {"task": f"{MY_TASK}:OtherAlphabet"}}, r"domains\.b: .* another vocabulary"),
+    ],
+)
+def test_a_mixture_that_cannot_be_made_says_why(domains: dict[str, dict[str, object]], message: str):
+    with pytest.raises(ConfigError, match=message):
+        mixture(domains=domains)
+    with pytest.raises(KeyError, match="read, look, slow before the '/'"):
+        mixture().episode("train-000000")
