@@ -42,7 +42,7 @@ WRONG = [
     (["rollout.slots=0"], "rollout.slots", "0", ">= 1"),
     (["control.port=70000"], "control.port", "70000", "<= 65535"),
     (["train=null"], "train", "None", "expected `object`"),
-    (["admission.policy=greedy"], "admission.policy", "'greedy'", "expected one of mini_batch"),
+    (["admission.policy=greedy"], "admission.policy", "'greedy'", "expected one of fifo, mini_batch"),
     (["train.mesh={fsdp: 2}"], "train.mesh.fsdp", "2", "one of data"),
     (["train.mesh={data: 0}"], "train.mesh.data", "0", ">= 1"),
     (["batch.quotas.domain.cells.min=abc"], "batch.quotas.domain.cells.min", "'abc'", "expected `int | float`"),
