@@ -10,6 +10,7 @@ import optax
 from flax import struct
 
 from knittrans_jax.config import OptimizerConfig
+from knittrans_jax.models import decay_mask
 
 
 @struct.dataclass
@@ -37,7 +38,7 @@ def make_optimizer(config: OptimizerConfig, total_updates: int) -> optax.Gradien
             b1=config.b1,
             b2=config.b2,
             weight_decay=config.weight_decay,
-            mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+            mask=decay_mask,
         ),
     )
 

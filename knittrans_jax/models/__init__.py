@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from knittrans_jax.models.cache import KVCache, copy_slots, init_cache, reset_slots
     from knittrans_jax.models.config import PRESETS, ModelConfig, TextConfig, VisionConfig, parameter_count, preset
     from knittrans_jax.models.decoder import Decoder
-    from knittrans_jax.models.model import Model, Params, abstract_model, build_model, decoder_apply, encoder_apply
+    from knittrans_jax.models.model import (
+        Model,
+        Params,
+        abstract_model,
+        build_model,
+        decay_mask,
+        decoder_apply,
+        draw_params,
+        encoder_apply,
+    )
     from knittrans_jax.models.positions import mrope_positions
     from knittrans_jax.models.vision import VisionEncoder, normalise_pixels
 
@@ -36,7 +45,9 @@ __all__ = [
     "abstract_model",
     "build_model",
     "copy_slots",
+    "decay_mask",
     "decoder_apply",
+    "draw_params",
     "encoder_apply",
     "init_cache",
     "mrope_positions",
@@ -59,7 +70,9 @@ _HOME = {
     "abstract_model": "model",
     "build_model": "model",
     "copy_slots": "cache",
+    "decay_mask": "model",
     "decoder_apply": "model",
+    "draw_params": "model",
     "encoder_apply": "model",
     "init_cache": "cache",
     "mrope_positions": "positions",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from knittrans_jax.models.config import TextConfig
@@ -51,7 +52,11 @@ def reset_slots(cache: KVCache, reset_S: jax.Array) -> KVCache:
 
 
 def append(
-    stack_NxSxCxGxK: jax.Array, layer: int, new_SxLxGxK: jax.Array, offsets_SxL: jax.Array, valid_SxL: jax.Array
+    stack_NxSxCxGxK: jax.Array,
+    layer: jax.Array | np.int32,
+    new_SxLxGxK: jax.Array,
+    offsets_SxL: jax.Array,
+    valid_SxL: jax.Array,
 ) -> jax.Array:
     """Write each slot's valid new entries at their own offsets of one layer; the others, and those beyond C, are dropped."""
     slots, capacity = stack_NxSxCxGxK.shape[1:3]

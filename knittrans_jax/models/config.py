@@ -5,6 +5,7 @@ every impossible combination is refused when the record is built, naming the key
 """
 
 import collections.abc
+import itertools
 
 import msgspec
 
@@ -110,6 +111,12 @@ class VisionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return self.d_model // self.heads
 
     @property
+    def stack_layers(self) -> tuple[int, ...]:
+        """Layers of each stack: one stack up to and with every deepstack layer, and one for those after the last."""
+        cuts = [0, *(index + 1 for index in self.deepstack_layers), self.layers]
+        return tuple(end - begin for begin, end in itertools.pairwise(cuts) if end > begin)
+
+    @property
     def patch_features(self) -> int:
         """Values of one flattened patch, F."""
         return self.patch_size**2 * self.channels
@@ -130,47 +137,100 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             )
 
     @property
+    def deepstack(self) -> int:
+        """Levels of image features that are added after decoder layers 0, 1, ..."""
+        return 0 if self.vision is None else len(self.vision.deepstack_layers)
+
+    @property
     def visual_features(self) -> int:
         """E: features of one image token, (1 + deepstack levels) * text.d_model; 0 without an encoder."""
-        return 0 if self.vision is None else (1 + len(self.vision.deepstack_layers)) * self.text.d_model
+        return 0 if self.vision is None else (1 + self.deepstack) * self.text.d_model
 
+
+QWEN3_VOCABULARY = 151_936
+
+
+def _qwen3(
+    d_model: int, layers: int, heads: int, mlp_dim: int, vision: VisionConfig | None = None, *, tied: bool = True
+) -> ModelConfig:
+    """Sizes as published; all have 8 key/value heads of 128 features."""
+    text = TextConfig(
+        vocab_size=QWEN3_VOCABULARY,
+        d_model=d_model,
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
+        head_dim=128,
+        mlp_dim=mlp_dim,
+        rope_theta=1_000_000.0 if vision is None else 5_000_000.0,
+        mrope_section=(64, 0, 0) if vision is None else (24, 20, 20),
+        tie_embeddings=tied,
+    )
+    return ModelConfig(text=text, vision=vision)
+
+
+def _vision(layers: int, d_model: int, mlp_dim: int, deepstack_layers: tuple[int, ...]) -> VisionConfig:
+    return VisionConfig(
+        layers=layers,
+        d_model=d_model,
+        heads=16,
+        mlp_dim=mlp_dim,
+        patch_size=16,
+        position_grid=48,
+        deepstack_layers=deepstack_layers,
+    )
+
+
+_TINY_TEXT = TextConfig(
+    vocab_size=48,
+    d_model=64,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    mlp_dim=128,
+    rope_theta=100.0,  # trajectories of some fifty tokens
+    mrope_section=(4, 2, 2),
+    tie_embeddings=False,
+)
+# One 8x8-pixel digit is 2x2 patches and one image token. Every option of the large models is on: grouped queries, M-RoPE,
+# QK-norm, deepstack.
+_TINY_VISION = VisionConfig(
+    layers=2,
+    d_model=48,
+    heads=4,
+    mlp_dim=112,
+    patch_size=4,
+    merge_size=2,
+    channels=1,
+    position_grid=8,
+    deepstack_layers=(0,),
+)
 
 PRESETS: dict[str, ModelConfig] = {
-    # One 8x8-pixel digit is 2x2 patches and one image token. Every option of the large models is on: grouped queries,
-    # M-RoPE, QK-norm, deepstack.
-    "tiny": ModelConfig(
-        text=TextConfig(
-            vocab_size=48,
-            d_model=64,
-            layers=3,
-            heads=4,
-            kv_heads=2,
-            head_dim=16,
-            mlp_dim=128,
-            rope_theta=100.0,  # trajectories of some fifty tokens
-            mrope_section=(4, 2, 2),
-            tie_embeddings=False,
-        ),
-        vision=VisionConfig(
-            layers=2,
-            d_model=48,
-            heads=4,
-            mlp_dim=112,
-            patch_size=4,
-            merge_size=2,
-            channels=1,
-            position_grid=8,
-            deepstack_layers=(0,),
-        ),
-    ),
+    "tiny": ModelConfig(text=_TINY_TEXT, vision=_TINY_VISION),
+    "tiny-text": ModelConfig(text=_TINY_TEXT),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12288, tied=False),
+    "qwen3-vl-2b": _qwen3(2048, 28, 16, 6144, _vision(24, 1024, 4096, (5, 11, 17))),
+    "qwen3-vl-4b": _qwen3(2560, 36, 32, 9728, _vision(24, 1024, 4096, (5, 11, 17))),
+    "qwen3-vl-8b": _qwen3(4096, 36, 32, 12288, _vision(27, 1152, 4304, (8, 16, 24)), tied=False),
 }
 
 
-def preset(name: str, vocab_size: int) -> ModelConfig:
-    """The preset `name` with the tokenizer's vocabulary size; an unknown name is a ValueError that lists the choices."""
+def preset(name: str, vocab_size: int | None = None) -> ModelConfig:
+    """The preset `name`, with the tokenizer's vocabulary size if one is given.
+
+    Raises:
+      ValueError: an unknown name; the message lists the choices.
+    """
     if name not in PRESETS:
         raise _refuse("preset", name, f"one of {', '.join(sorted(PRESETS))}")
     config = PRESETS[name]
+    if vocab_size is None:
+        return config
     return msgspec.structs.replace(config, text=msgspec.structs.replace(config.text, vocab_size=vocab_size))
 
 

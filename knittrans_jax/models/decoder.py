@@ -6,16 +6,20 @@ features of the images, if any. Source of the architecture: Qwen3 and Qwen3-VL t
 reference implementation.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from knittrans_jax.models.attention import cached_attention, packed_attention
 from knittrans_jax.models.cache import KVCache, append
 from knittrans_jax.models.config import TextConfig, mrope_components
-from knittrans_jax.models.layers import RMSNorm, linear, normal, rotate
+from knittrans_jax.models.layers import RMSNorm, constrain, linear, normal, rotate
+from knittrans_jax.models.stack import Stack
 
 
 class Attention(nnx.Module):
@@ -80,28 +84,40 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """Token ids and image features to hidden states and logits.
 
-    `dtype` is the compute type, `param_dtype` that of the stored parameters. Residual additions are in `dtype`.
+    `dtype` is the compute type, `param_dtype` that of the stored parameters. Residual additions are in `dtype`; norm
+    statistics, rotary angles, softmax and logits are float32. `deepstack` is the number of image feature levels that are
+    added after the first layers: those are one stack, the others another. `remat` keeps only each layer's input for the
+    backward pass; `hidden_spec` is how hidden states [B, T, D] are laid out between layers, by mesh axis (None: as XLA
+    likes).
     """
 
     def __init__(
         self,
         config: TextConfig,
         *,
+        deepstack: int = 0,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
+        remat: bool = False,
+        hidden_spec: PartitionSpec | None = None,
         rngs: nnx.Rngs,
     ):
         self.config = config
+        self.deepstack = deepstack
         self.dtype = dtype
+        self.hidden_spec = hidden_spec
         # Tied: small, because the same rows are the output layer. Untied: below the size of what the layers add, so that
         # from random initialisation they soon matter, and an output layer that starts close to the uniform distribution.
         embedding_std = 0.02 if config.tie_embeddings else 0.3
         self.embedding = nnx.Param(
             normal(embedding_std)(rngs.params(), (config.vocab_size, config.d_model), param_dtype)
         )
-        self.layers = nnx.List(
-            [DecoderLayer(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs) for _ in range(config.layers)]
-        )
+
+        def layer(rngs: nnx.Rngs) -> DecoderLayer:
+            return DecoderLayer(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+        counts = [count for count in (deepstack, config.layers - deepstack) if count]
+        self.stacks = nnx.List([Stack(layer, count, remat=remat, rngs=rngs) for count in counts])
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps, dtype=dtype, param_dtype=param_dtype)
         if not config.tie_embeddings:
             self.head = nnx.Param(normal(0.02)(rngs.params(), (config.vocab_size, config.d_model), param_dtype))
@@ -124,14 +140,18 @@ class Decoder(nnx.Module):
             the token's embedding, the i-th further D are added to the hidden state after layer i (deepstack).
           visual_mask_BxT: bool, true at image tokens; given exactly if `visual_BxTxE` is.
         """
-        x, deepstack = self._embed(tokens_BxT, visual_BxTxE, visual_mask_BxT)
+        x, levels = self._embed(tokens_BxT, visual_BxTxE, visual_mask_BxT)
         angles = self._angles(positions_Bx3xT)
-        for index, layer in enumerate(self.layers):
+
+        def step(layer: DecoderLayer, x: jax.Array, level: jax.Array | None) -> jax.Array:
             q, k, v = layer.attention.qkv(layer.attention_norm(x), angles)
             x = x + layer.attention.out(packed_attention(q, k, v, segment_ids_BxT, causal=True))
             x = x + layer.mlp(layer.mlp_norm(x))
-            if index < len(deepstack):
-                x = x + deepstack[index]
+            return constrain(x if level is None else x + level, self.hidden_spec)
+
+        x = constrain(x, self.hidden_spec)
+        for number, stack in enumerate(self.stacks):
+            x = stack.run(step, x, levels if number == 0 else None)
         return self.norm(x)
 
     def extend(
@@ -149,20 +169,27 @@ class Decoder(nnx.Module):
         causally; the rest of the row is padding whose output is finite and meaningless. A slot with 0 new tokens is
         untouched. The caller keeps `cache.lengths + new_lengths_S` within the capacity. Other arguments as in `hidden`.
         """
-        x, deepstack = self._embed(tokens_SxL, visual_SxLxE, visual_mask_SxL)
+        x, levels = self._embed(tokens_SxL, visual_SxLxE, visual_mask_SxL)
         angles = self._angles(positions_Sx3xL)
         steps = jnp.arange(tokens_SxL.shape[1], dtype=jnp.int32)[None, :]
         offsets_SxL = cache.lengths[:, None] + steps
         valid_SxL = steps < new_lengths_S[:, None]
-        keys, values = cache.k, cache.v
-        for index, layer in enumerate(self.layers):
+
+        def step(layer: DecoderLayer, carry: tuple[jax.Array, ...], inputs: tuple[Any, Any]) -> tuple[jax.Array, ...]:
+            (x, keys, values), (index, level) = carry, inputs
             q, k, v = layer.attention.qkv(layer.attention_norm(x), angles)
             keys = append(keys, index, k, offsets_SxL, valid_SxL)
             values = append(values, index, v, offsets_SxL, valid_SxL)
             x = x + layer.attention.out(cached_attention(q, keys[index], values[index], offsets_SxL))
             x = x + layer.mlp(layer.mlp_norm(x))
-            if index < len(deepstack):
-                x = x + deepstack[index]
+            return constrain(x if level is None else x + level, self.hidden_spec), keys, values
+
+        carry, first = (constrain(x, self.hidden_spec), cache.k, cache.v), 0
+        for number, stack in enumerate(self.stacks):
+            indices = np.arange(first, first + stack.count, dtype=np.int32)
+            carry = stack.run(step, carry, (indices, levels if number == 0 else None))
+            first += stack.count
+        x, keys, values = carry
         return self.norm(x), KVCache(keys, values, cache.lengths + new_lengths_S)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -174,23 +201,23 @@ class Decoder(nnx.Module):
 
     def _embed(
         self, tokens: jax.Array, visual: jax.Array | None, visual_mask: jax.Array | None
-    ) -> tuple[jax.Array, list[jax.Array]]:
-        """Input states and, for the first layers, the deepstack features with zeros away from the image tokens."""
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Input states, and the deepstack features [deepstack, B, T, D] with zeros away from the image tokens, if any."""
         # Gather, then cast: the transpose then adds the rows' cotangents in the parameters' dtype.
         x = self.embedding[...][tokens].astype(self.dtype)
         if (visual is None) != (visual_mask is None):
             raise ValueError("visual features and visual mask are given together or not at all; got only one of them")
         if visual is None or visual_mask is None:
-            return x, []
-        levels, rest = divmod(visual.shape[-1], self.config.d_model)
-        if rest or not 1 <= levels <= 1 + self.config.layers:
+            return x, None
+        if visual.shape[-1] != (1 + self.deepstack) * self.config.d_model:
             raise ValueError(
-                f"visual features: last axis {visual.shape[-1]}; expected (1 + deepstack levels) * d_model, with "
-                f"d_model = {self.config.d_model} and at most {self.config.layers} deepstack levels"
+                f"visual features: last axis {visual.shape[-1]}; expected (1 + deepstack levels) * d_model = "
+                f"(1 + {self.deepstack}) * {self.config.d_model}"
             )
         mask = visual_mask[..., None]
-        parts = [part.astype(self.dtype) for part in jnp.split(visual, levels, axis=-1)]
-        return jnp.where(mask, parts[0], x), [jnp.where(mask, part, 0) for part in parts[1:]]
+        first, *rest = (part.astype(self.dtype) for part in jnp.split(visual, 1 + self.deepstack, axis=-1))
+        levels = jnp.stack([jnp.where(mask, part, 0) for part in rest]) if rest else None
+        return jnp.where(mask, first, x), levels
 
     def _angles(self, positions_Bx3xT: jax.Array) -> jax.Array:
         """Rotary angles [B, T, head_dim // 2], float32: each frequency is driven by one of the three components."""

@@ -10,6 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 
@@ -98,3 +99,8 @@ def rotate(x_BxTxHxK: jax.Array, angles_BxTxF: jax.Array) -> jax.Array:
     sin = jnp.sin(angles_BxTxF)[:, :, None, :]
     first, second = jnp.split(x_BxTxHxK.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BxTxHxK.dtype)
+
+
+def constrain(x: jax.Array, spec: PartitionSpec | None) -> jax.Array:
+    """`x` laid out by mesh axis as `spec` says, under `jax.set_mesh`; None leaves the choice to XLA."""
+    return x if spec is None else jax.lax.with_sharding_constraint(x, spec)

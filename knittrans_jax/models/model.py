@@ -1,8 +1,8 @@
 """A functional surface over the modules: structure (static, hashable) apart from parameters (a plain pytree).
 
 `params` is a nested dict with string keys and array leaves, `{"decoder": ..., "encoder": ...}` (no "encoder" for a model
-without vision), e.g. `params["decoder"]["layers"]["0"]["attention"]["q"]["kernel"]`: ready for optax, checkpoints, the
-wire and sharding rules by path.
+without vision), e.g. `params["decoder"]["stacks"]["0"]["layers"]["attention"]["q"]["kernel"]` [layers, in, out]: ready for
+optax, checkpoints, the wire and sharding rules by path. The parameters of a stack's layers share one array each.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from knittrans_jax.models.config import ModelConfig
@@ -31,24 +32,59 @@ class Model:
     encoder: nnx.GraphDef[VisionEncoder] | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How a model computes, apart from what it is.
+
+    `dtype` is the compute type and `param_dtype` that of the parameters. `remat` recomputes each layer in the backward pass
+    from its input. `hidden_spec` lays out the decoder's hidden states [B, T, D] over mesh axes (`sharding.hidden_spec`).
+    """
+
+    dtype: DTypeLike = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+    remat: bool = False
+    hidden_spec: PartitionSpec | None = None
+
+
 def build_model(
     config: ModelConfig, seed: int, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike = jnp.float32
 ) -> tuple[Model, Params]:
     """Structure and freshly drawn parameters; the same (config, seed, param_dtype) gives the same parameters.
 
-    `dtype` is the compute type, `param_dtype` that of the parameters.
+    They are drawn on the host: for small models. `draw_params` draws large ones into their shardings.
     """
-    # Eagerly: one small program per distinct shape, where a single jitted program would compile every draw anew.
-    return _structure(config, dtype, param_dtype), _initialiser(config, dtype, param_dtype)(jax.random.key(seed))
+    compute = Compute(dtype, param_dtype)
+    return _structure(config, compute), _initialiser(config, compute)(jax.random.key(seed))
 
 
 def abstract_model(
-    config: ModelConfig, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike = jnp.float32
+    config: ModelConfig,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike = jnp.float32,
+    *,
+    remat: bool = False,
+    hidden_spec: PartitionSpec | None = None,
 ) -> tuple[Model, Params]:
-    """As `build_model`, but with `jax.ShapeDtypeStruct` leaves: for sizes, shardings and compilation without memory."""
-    return _structure(config, dtype, param_dtype), jax.eval_shape(
-        _initialiser(config, dtype, param_dtype), jax.random.key(0)
-    )
+    """Structure, and parameters as `jax.ShapeDtypeStruct`: for sizes, shardings and compilation without memory.
+
+    Arguments as in `Compute`.
+    """
+    compute = Compute(dtype, param_dtype, remat, hidden_spec)
+    return _structure(config, compute), jax.eval_shape(_initialiser(config, compute), jax.random.key(0))
+
+
+def draw_params(config: ModelConfig, seed: int, shardings: Any, param_dtype: DTypeLike = jnp.float32) -> Params:
+    """Freshly drawn parameters, each device drawing its own part; other values than `build_model`'s.
+
+    `shardings`: a pytree like the parameters, or one sharding for all. The same arguments give the same values on any mesh.
+    """
+    draw = jax.jit(_initialiser(config, Compute(param_dtype=param_dtype)), out_shardings=shardings)
+    return draw(jax.random.key(seed))
+
+
+def decay_mask(params: Params) -> Any:
+    """True for the parameters that weight decay acts on: matrices and tables, not norms and biases. For `optax.adamw`."""
+    return jax.tree.map_with_path(lambda path, _: path[-1].key not in ("scale", "bias"), params)
 
 
 def decoder_apply(decoder: nnx.GraphDef[Decoder], params: Params, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -68,22 +104,24 @@ def encoder_apply(
     return nnx.merge(encoder, _with_list_keys(params))(patches_RxPxF, coords_RxPx2, grids_RxPx2, segment_ids_RxP)
 
 
-def _modules(
-    config: ModelConfig, dtype: DTypeLike, param_dtype: DTypeLike, key: jax.Array
-) -> tuple[Decoder, VisionEncoder | None]:
+def _modules(config: ModelConfig, compute: Compute, key: jax.Array) -> tuple[Decoder, VisionEncoder | None]:
     decoder_key, encoder_key = jax.random.split(key)
-    decoder = Decoder(config.text, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(decoder_key))
+    dtypes: dict[str, Any] = {"dtype": compute.dtype, "param_dtype": compute.param_dtype, "remat": compute.remat}
+    decoder = Decoder(
+        config.text,
+        deepstack=config.deepstack,
+        hidden_spec=compute.hidden_spec,
+        rngs=nnx.Rngs(decoder_key),
+        **dtypes,
+    )
     if config.vision is None:
         return decoder, None
-    encoder = VisionEncoder(
-        config.vision, config.text.d_model, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(encoder_key)
-    )
-    return decoder, encoder
+    return decoder, VisionEncoder(config.vision, config.text.d_model, rngs=nnx.Rngs(encoder_key), **dtypes)
 
 
-def _initialiser(config: ModelConfig, dtype: DTypeLike, param_dtype: DTypeLike) -> Any:
+def _initialiser(config: ModelConfig, compute: Compute) -> Any:
     def initialise(key: jax.Array) -> Params:
-        decoder, encoder = _modules(config, dtype, param_dtype, key)
+        decoder, encoder = _modules(config, compute, key)
         params = {"decoder": _plain(decoder)}
         return params if encoder is None else params | {"encoder": _plain(encoder)}
 
@@ -91,11 +129,11 @@ def _initialiser(config: ModelConfig, dtype: DTypeLike, param_dtype: DTypeLike) 
 
 
 @functools.cache
-def _structure(config: ModelConfig, dtype: DTypeLike, param_dtype: DTypeLike) -> Model:
+def _structure(config: ModelConfig, compute: Compute) -> Model:
     graphdefs: list[Any] = []
 
     def trace(key: jax.Array) -> None:
-        for module in _modules(config, dtype, param_dtype, key):
+        for module in _modules(config, compute, key):
             graphdefs.append(None if module is None else nnx.graphdef(module))
 
     jax.eval_shape(trace, jax.random.key(0))

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from knittrans_jax.models.attention import packed_attention
 from knittrans_jax.models.config import VisionConfig
 from knittrans_jax.models.layers import LayerNorm, linear, normal, rotate
+from knittrans_jax.models.stack import Stack
 
 
 def normalise_pixels(patches: jax.Array, config: VisionConfig) -> jax.Array:
@@ -86,7 +87,11 @@ class PatchMerger(nnx.Module):
 
 
 class VisionEncoder(nnx.Module):
-    """Patches to image tokens: a ViT with a resampled position table, 2-D axial RoPE, a merger and deepstack mergers."""
+    """Patches to image tokens: a ViT with a resampled position table, 2-D axial RoPE, a merger and deepstack mergers.
+
+    Its layers are stacks that end where a deepstack level is taken. `remat` keeps only each layer's input for the backward
+    pass.
+    """
 
     def __init__(
         self,
@@ -95,6 +100,7 @@ class VisionEncoder(nnx.Module):
         *,
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
+        remat: bool = False,
         rngs: nnx.Rngs,
     ):
         def merger(norm_after: bool) -> PatchMerger:
@@ -112,9 +118,11 @@ class VisionEncoder(nnx.Module):
         self.position_table = nnx.Param(
             normal(1.0)(rngs.params(), (config.position_grid**2, config.d_model), param_dtype)
         )
-        self.layers = nnx.List(
-            [VisionLayer(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs) for _ in range(config.layers)]
-        )
+
+        def layer(rngs: nnx.Rngs) -> VisionLayer:
+            return VisionLayer(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+
+        self.stacks = nnx.List([Stack(layer, count, remat=remat, rngs=rngs) for count in config.stack_layers])
         self.merger = merger(norm_after=False)
         self.deepstack_mergers = nnx.List([merger(norm_after=True) for _ in config.deepstack_layers])
 
@@ -144,10 +152,10 @@ class VisionEncoder(nnx.Module):
         x = self.patch_embed(patches_RxPxF.astype(self.dtype)) + positions.astype(self.dtype)
         angles = self._angles(coords_RxPx2)
         levels: list[jax.Array] = []
-        for index, layer in enumerate(self.layers):
-            x = layer(x, angles, segment_ids_RxP)
-            if index in self.config.deepstack_layers:
-                levels.append(self.deepstack_mergers[len(levels)](x))
+        for number, stack in enumerate(self.stacks):
+            x = stack.run(lambda layer, x, _: layer(x, angles, segment_ids_RxP), x)
+            if number < len(self.deepstack_mergers):
+                levels.append(self.deepstack_mergers[number](x))
         table = jnp.concatenate([self.merger(x), *levels], axis=-1).astype(jnp.float32)
         return jnp.where(segment_ids_RxP[:, ::merged, None] > 0, table, 0.0)
 

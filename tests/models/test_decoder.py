@@ -32,7 +32,7 @@ def random_params(shapes: Params) -> Params:
     rng = np.random.default_rng(0)
 
     def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        spread = 0.1 if leaf.ndim == 1 else leaf.shape[0] ** -0.5
+        spread = 0.1 if path[-1].key in ("scale", "bias") else leaf.shape[-2] ** -0.5
         return jnp.asarray(rng.normal(float(path[-1].key == "scale"), spread, leaf.shape), leaf.dtype)
 
     return jax.tree.map_with_path(draw, shapes)

@@ -1,0 +1,61 @@
+"""On eight CPU devices: loss and gradients of the tiny model under a mesh of every axis equal those of one device.
+
+The environment says how many devices; prints the axes that split something.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+
+from knittrans_jax.models import abstract_model, build_model, decoder_apply, encoder_apply, preset
+from knittrans_jax.models.sharding import hidden_spec, param_shardings, rows_spec, shard_rules
+
+AXES = {"data": 1, "fsdp": 2, "tensor": 2, "sequence": 2}
+CONFIG = preset("tiny")
+RNG = np.random.default_rng(0)
+ROWS, TOKENS, PATCHES = 8, 16, 16
+_, PARAMS = build_model(CONFIG, seed=0)
+assert CONFIG.vision is not None
+BATCH: dict[str, Any] = {
+    "tokens": RNG.integers(0, 48, (ROWS, TOKENS), dtype=np.int32),
+    "segments": np.repeat(RNG.integers(1, 3, (ROWS, 2), dtype=np.int32), TOKENS // 2, axis=1),
+    "positions": RNG.integers(0, 9, (ROWS, TOKENS, 3), dtype=np.int32),
+    "pixels": RNG.normal(size=(ROWS, PATCHES, CONFIG.vision.patch_features)).astype(np.float32),
+    "coords": RNG.integers(0, 4, (ROWS, PATCHES, 2), dtype=np.int32),
+}
+
+
+def loss(model: Any, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+    grids, ones = jnp.full((ROWS, PATCHES, 2), 4, jnp.int32), jnp.ones((ROWS, PATCHES), jnp.int32)
+    table = encoder_apply(model.encoder, params["encoder"], batch["pixels"], batch["coords"], grids, ones)
+    visual = jnp.repeat(table, TOKENS // table.shape[1], axis=1)
+    hidden = decoder_apply(
+        model.decoder, params["decoder"], "hidden", batch["tokens"], jnp.swapaxes(batch["positions"], 1, 2),
+        batch["segments"], visual, batch["tokens"] < 20,
+    )  # fmt: skip
+    return jnp.sum(jnp.sin(decoder_apply(model.decoder, params["decoder"], "logits", hidden)))
+
+
+def main() -> None:
+    plain = abstract_model(CONFIG)[0]
+    expected_loss, expected = jax.jit(jax.value_and_grad(lambda p, b: loss(plain, p, b)))(PARAMS, BATCH)
+    mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
+    shardings = param_shardings(PARAMS, shard_rules(CONFIG), mesh)
+    with jax.set_mesh(mesh):
+        model, _ = abstract_model(CONFIG, remat=True, hidden_spec=hidden_spec(mesh))
+        params = jax.device_put(PARAMS, shardings)
+        batch = jax.device_put(BATCH, NamedSharding(mesh, rows_spec(mesh)))
+        step = jax.jit(jax.value_and_grad(lambda p, b: loss(model, p, b)), out_shardings=(None, shardings))
+        value, gradients = step(params, batch)
+    np.testing.assert_allclose(value, expected_loss, rtol=1e-4)
+    for (path, want), got in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(gradients), strict=True):
+        scale = float(jnp.abs(want).max())
+        np.testing.assert_allclose(got, want, atol=1e-4 * scale, err_msg=jax.tree_util.keystr(path))
+    print(*(axis for axis, size in mesh.shape.items() if size > 1))
+
+
+if __name__ == "__main__":
+    main()
