@@ -24,6 +24,11 @@ def mrope_components(head_dim: int, section: tuple[int, int, int]) -> tuple[int,
     )
 
 
+def decoder_stack_layers(layers: int, deepstack: int) -> tuple[int, ...]:
+    """Layers of each decoder stack: those that image features are added after, and the others."""
+    return tuple(count for count in (deepstack, layers - deepstack) if count)
+
+
 class TextConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The Qwen3 decoder: pre-norm RMSNorm, QK-norm per head, grouped queries, SwiGLU, rotary positions, no biases."""
 

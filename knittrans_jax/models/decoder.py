@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from knittrans_jax.models.attention import cached_attention, packed_attention
 from knittrans_jax.models.cache import KVCache, append
-from knittrans_jax.models.config import TextConfig, mrope_components
+from knittrans_jax.models.config import TextConfig, decoder_stack_layers, mrope_components
 from knittrans_jax.models.layers import RMSNorm, constrain, linear, normal, rotate
 from knittrans_jax.models.stack import Stack
 
@@ -116,7 +116,7 @@ class Decoder(nnx.Module):
         def layer(rngs: nnx.Rngs) -> DecoderLayer:
             return DecoderLayer(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-        counts = [count for count in (deepstack, config.layers - deepstack) if count]
+        counts = decoder_stack_layers(config.layers, deepstack)
         self.stacks = nnx.List([Stack(layer, count, remat=remat, rngs=rngs) for count in counts])
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps, dtype=dtype, param_dtype=param_dtype)
         if not config.tie_embeddings:

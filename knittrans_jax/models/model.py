@@ -89,7 +89,7 @@ def decay_mask(params: Params) -> Any:
 
 def decoder_apply(decoder: nnx.GraphDef[Decoder], params: Params, method: str, *args: Any, **kwargs: Any) -> Any:
     """Call `Decoder.<method>` (hidden, extend, logits) with `params["decoder"]`; pure: jit it, differentiate it."""
-    return getattr(nnx.merge(decoder, _with_list_keys(params)), method)(*args, **kwargs)
+    return getattr(decoder_module(decoder, params), method)(*args, **kwargs)
 
 
 def encoder_apply(
@@ -101,7 +101,17 @@ def encoder_apply(
     segment_ids_RxP: jax.Array,
 ) -> jax.Array:
     """Call the encoder with `params["encoder"]` -> float32 [R, P / merge_size^2, E]; see `VisionEncoder.__call__`."""
-    return nnx.merge(encoder, _with_list_keys(params))(patches_RxPxF, coords_RxPx2, grids_RxPx2, segment_ids_RxP)
+    return encoder_module(encoder, params)(patches_RxPxF, coords_RxPx2, grids_RxPx2, segment_ids_RxP)
+
+
+def decoder_module(decoder: nnx.GraphDef[Decoder], params: Params) -> Decoder:
+    """The decoder as a module with `params["decoder"]`, to look at its parts."""
+    return nnx.merge(decoder, _with_list_keys(params))
+
+
+def encoder_module(encoder: nnx.GraphDef[VisionEncoder], params: Params) -> VisionEncoder:
+    """The encoder as a module with `params["encoder"]`, to look at its parts."""
+    return nnx.merge(encoder, _with_list_keys(params))
 
 
 def _modules(config: ModelConfig, compute: Compute, key: jax.Array) -> tuple[Decoder, VisionEncoder | None]:

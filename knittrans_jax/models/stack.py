@@ -54,6 +54,11 @@ class Stack(nnx.Module, Generic[LayerT]):
         layer = jax.checkpoint(body, prevent_cse=False) if self.remat else body
         return lax.scan(layer, carry, (params, xs))[0]
 
+    def layer(self, index: int) -> LayerT:
+        """One layer by itself: its parameters are copies."""
+        graphdef, params = nnx.split(self.layers)
+        return nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[index], params))
+
 
 def _stacked(make: Callable[[nnx.Rngs], LayerT], count: int, rngs: nnx.Rngs) -> LayerT:
     if not isinstance(rngs.params.key[...], jax.core.Tracer):
