@@ -6,6 +6,7 @@ anything is started. Rules that need the task or the model are checked by `knitt
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -52,12 +53,24 @@ class Bound(Section, frozen=True):
 
 
 class BatchConfig(Section, frozen=True):
-    """The train batch: `B` groups in `K` mini-batches of `n` trajectories a group, and its quotas by attribute and value."""
+    """The train batch: `B` groups in `K` mini-batches of `n` trajectories a group, and its rules.
+
+    `quotas` by attribute and value of the prompts; a group has one value of each attribute, so they may overlap. The launch
+    gate goes by all of them.
+    """
 
     groups: PositiveInt
     mini_batches: PositiveInt
     trajectories_per_group: Annotated[int, msgspec.Meta(ge=2)]
     quotas: dict[str, dict[str, Bound]] = {}
+    pass_rate: dict[str, Bound] = {}
+    """Bounds by share of a group's questions that were answered exactly: `"0..0.25": {max: 0.5}`; known at completion."""
+    spanning_max: int | float | None = None
+    """Most groups of a train batch that more than one version sampled."""
+    drop_equal_rewards: bool = False
+    """Drop finished groups whose trajectories all have one reward; others are launched in their place."""
+    mini_batch_tokens: PositiveInt | None = None
+    """Most tokens of a mini-batch, padding not counted."""
 
 
 class AdmissionConfig(Section, frozen=True):
@@ -72,6 +85,15 @@ class AdmissionConfig(Section, frozen=True):
     schedule: Literal["disaggregated", "colocated"] = "disaggregated"
     look_ahead_groups: NonNegativeInt | dict[str, NonNegativeInt] | Literal["auto"] = 0
     admit_ahead: NonNegativeInt = 1
+    staleness_bound: NonNegativeInt | None = None
+    """Most updates between the oldest version that sampled a group and the one that its update starts from."""
+    on_stale: Literal["drop", "retry", "wait"] = "drop"
+    """A group beyond the bound is dropped, or its prompt leased again; `wait`: one about to reach it goes first."""
+    spread_slow: bool = False
+    """Give groups that took long a fixed share of every mini-batch, while there are others to fill it up."""
+    on_starvation: Literal["error", "wait", "relax"] = "error"
+    """When no mini-batch can be formed for `starvation_s`, or a rule cannot be met any more: end the run, go on waiting, or
+    drop the rule that is named for the train batch under way. All three are reported and counted."""
     lease_timeout_s: PositiveFloat = 120.0
     starvation_s: PositiveFloat = 300.0
 
@@ -348,6 +370,51 @@ def _check_batch(config: Config) -> None:
             "no batch can meet them",
         )
 
+    _check_final_rules(config)
+
+
+def pass_rate_range(text: str) -> tuple[float, float]:
+    """`"0..0.25"` -> (0.0, 0.25). Raises `ValueError`."""
+    low, dots, high = text.partition("..")
+    if not dots or not 0.0 <= float(low) < float(high) <= 1.0:
+        raise ValueError(f"expected LOW..HIGH with 0 <= LOW < HIGH <= 1, got {text!r}")
+    return float(low), float(high)
+
+
+def _check_final_rules(config: Config) -> None:
+    """Rules on what is known only when a group is done."""
+    batch, rollout = config.batch, config.rollout
+    ranges: list[tuple[float, float]] = []
+    for text, bound in batch.pass_rate.items():
+        key = f"batch.pass_rate.{text}"
+        try:
+            ranges.append(pass_rate_range(text))
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from error
+        least = groups_of(f"{key}.min", bound.min, batch.groups)
+        most = batch.groups if bound.max is None else groups_of(f"{key}.max", bound.max, batch.groups)
+        _refuse(least > most, f"{key}.min", bound.min, f"is {least} groups, more than the max, {most}")
+    ranges.sort()
+    overlap = any(after[0] < before[1] for before, after in itertools.pairwise(ranges))
+    _refuse(overlap, "batch.pass_rate", list(batch.pass_rate), "ranges overlap; a group must have one of them")
+    if batch.spanning_max is not None:
+        groups_of("batch.spanning_max", batch.spanning_max, batch.groups)
+    tokens, trajectories = batch.mini_batch_tokens, config.mini_batch_groups * batch.trajectories_per_group
+    if tokens is not None and tokens < trajectories * rollout.cache_tokens:
+        _refuse(
+            tokens < 2 * trajectories,
+            "batch.mini_batch_tokens",
+            tokens,
+            f"{trajectories} trajectories of a mini-batch have at least two tokens each",
+        )
+        _refuse(
+            config.admission.schedule == "colocated" or config.admission.policy not in ("mini_batch", "fifo"),
+            "batch.mini_batch_tokens",
+            tokens,
+            f"whole train batches and fixed compositions are cut without looking at lengths: the budget must hold "
+            f"{trajectories} trajectories of rollout.cache_tokens = {rollout.cache_tokens}, or admission.policy be mini_batch",
+        )
+
 
 def groups_of(key: str, bound: int | float, groups: int) -> int:
     """A quota bound in groups: integers are counts, floats are shares of `groups` that must give whole groups.
@@ -371,6 +438,14 @@ def groups_of(key: str, bound: int | float, groups: int) -> int:
 
 def _check_admission(config: Config) -> None:
     admission = config.admission
+    bound, last = admission.staleness_bound, config.batch.mini_batches - 1
+    _refuse(
+        bound is not None and bound < last and config.train.publish == "train_batch",
+        "admission.staleness_bound",
+        bound,
+        f"with train.publish = train_batch the last mini-batch of a train batch is {last} updates old whatever is admitted; "
+        f"at least {last}, or train.publish = update",
+    )
     look_ahead = admission.look_ahead_groups
     if isinstance(look_ahead, dict):
         values = {value for bounds in config.batch.quotas.values() for value in bounds}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from knittrans_jax.admission.rules import Kind
+from knittrans_jax.admission.completion import Kind
 
 
 class Account(enum.StrEnum):
@@ -19,6 +19,8 @@ class Account(enum.StrEnum):
     EXPIRED = "expired"
     LOST = "lost"
     FAILED = "failed"
+
+    __hash__ = str.__hash__  # an enumeration's own runs in Python, at every look-up of every transition
 
 
 LIVE = frozenset({Account.LEASED, Account.RUNNING, Account.READY, Account.ADMITTED, Account.CONSUMED})
@@ -46,16 +48,22 @@ class IllegalTransition(ValueError):  # noqa: N818 - the name says what happened
 
 
 class Accounts:
-    """Counts of groups: by account; live, in the pool, and ready by kind. Every operation takes constant time."""
+    """Counts of groups: by account; live and in the pool by launched kind; ready by the kind they have when done.
 
-    __slots__ = ("counts", "issued", "live_by_kind", "pool_by_kind", "ready_by_kind")
+    Every operation takes constant time.
+    """
 
-    def __init__(self, kinds: tuple[Kind, ...]) -> None:
+    __slots__ = ("counts", "issued", "live", "live_by_kind", "pool_by_kind", "ready_by_kind")
+
+    def __init__(self, kinds: tuple[Kind, ...], final_kinds: tuple[Kind, ...] | None = None) -> None:
+        """`final_kinds`: the kinds of groups that are done, where these have more values than launched ones."""
         self.counts: dict[Account, int] = dict.fromkeys(Account, 0)
         self.issued = 0
+        self.live = 0
+        """Groups that are leased, running, ready, admitted or consumed."""
         self.live_by_kind: dict[Kind, int] = dict.fromkeys(kinds, 0)
         self.pool_by_kind: dict[Kind, int] = dict.fromkeys(kinds, 0)
-        self.ready_by_kind: dict[Kind, int] = dict.fromkeys(kinds, 0)
+        self.ready_by_kind: dict[Kind, int] = dict.fromkeys(kinds if final_kinds is None else final_kinds, 0)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Accounts):
@@ -65,39 +73,57 @@ class Accounts:
     __hash__ = None  # type: ignore[assignment]
 
     @property
-    def live(self) -> int:
-        """Groups that are leased, running, ready, admitted or consumed."""
-        return sum(self.live_by_kind.values())
-
-    @property
     def in_flight(self) -> int:
         """Groups that are leased or running."""
         return self.counts[Account.LEASED] + self.counts[Account.RUNNING]
 
+    def in_flight_of(self, kind: Kind) -> int:
+        """Groups launched with this kind that are leased or running."""
+        if kind in self.ready_by_kind:
+            return self.pool_by_kind[kind] - self.ready_by_kind[kind]
+        ready = sum(n for final, n in self.ready_by_kind.items() if final[: len(kind)] == kind)
+        return self.pool_by_kind[kind] - ready
+
     def issue(self, kind: Kind) -> None:
         """A new group, leased."""
         self.issued += 1
+        self.live += 1
         self.counts[Account.LEASED] += 1
         self.live_by_kind[kind] += 1
         self.pool_by_kind[kind] += 1
 
-    def move(self, group_id: int, kind: Kind, source: Account, target: Account) -> None:
-        """Moves a group. Raises `IllegalTransition`."""
+    def move(
+        self, group_id: int, kind: Kind, source: Account, target: Account, final: Kind | None = None, count: int = 1
+    ) -> None:
+        """Moves a group, or `count` alike (`group_id` is one of them).
+
+        Args:
+            group_id: for messages.
+            kind: the kind that it was launched with.
+            source: where it is.
+            target: where it goes.
+            final: its kind when it is done, where that says more.
+            count: how many alike move.
+
+        Raises:
+            IllegalTransition: not along a legal transition; nothing has moved.
+        """
         if target not in LEGAL[source]:
             raise IllegalTransition(
                 f"group {group_id}: {source} -> {target}; from {source} a group may become "
                 f"{', '.join(sorted(LEGAL[source])) or 'nothing else'}"
             )
-        self.counts[source] -= 1
-        self.counts[target] += 1
+        self.counts[source] -= count
+        self.counts[target] += count
         if source is Account.READY:
-            self.ready_by_kind[kind] -= 1
+            self.ready_by_kind[final or kind] -= count
         elif target is Account.READY:
-            self.ready_by_kind[kind] += 1
+            self.ready_by_kind[final or kind] += count
         if source in POOL and target not in POOL:
-            self.pool_by_kind[kind] -= 1
+            self.pool_by_kind[kind] -= count
         if target not in LIVE:
-            self.live_by_kind[kind] -= 1
+            self.live -= count
+            self.live_by_kind[kind] -= count
 
     def check(self) -> None:
         """Raises `AssertionError` unless everything adds up."""
@@ -112,6 +138,8 @@ class Accounts:
             total = sum(counts[account] for account in accounts)
             if sum(by_kind.values()) != total or min(by_kind.values(), default=0) < 0:
                 raise AssertionError(f"{total} groups are {name}, by kind there are {by_kind}")
+        if self.live != sum(self.live_by_kind.values()):
+            raise AssertionError(f"{self.live} groups are live, by kind there are {self.live_by_kind}")
 
     def as_dict(self) -> dict[str, int]:
         """Counts by account name."""

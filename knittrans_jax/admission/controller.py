@@ -29,7 +29,7 @@ class Controller:
     def apply(self, event: ev.AnyEvent) -> None:
         """Folds an event in. Raises `IllegalTransition` when it does not fit."""
         give_back = None
-        if isinstance(event, ev.Expired | ev.Lost):
+        if isinstance(event, ev.Expired | ev.Lost) and ev.gives_back(event):
             group = self.state.groups.get(event.group_id)
             give_back = None if group is None else (group.prompt_id, group.epoch)
         self.state.apply(event)

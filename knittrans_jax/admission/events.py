@@ -69,10 +69,14 @@ class Filtered(Event, frozen=True, kw_only=True):
 
 
 class Expired(Event, frozen=True, kw_only=True):
-    """A lease ran past its deadline on a host that is still there, or a ready group past its staleness bound."""
+    """A lease ran past its deadline on a host that is still there, or a ready group past its staleness bound.
+
+    `retry`: its prompt is leased again.
+    """
 
     group_id: int
     reason: str
+    retry: bool = True
 
 
 class Lost(Event, frozen=True, kw_only=True):
@@ -80,6 +84,14 @@ class Lost(Event, frozen=True, kw_only=True):
 
     group_id: int
     reason: str
+
+
+class Relaxed(Event, frozen=True, kw_only=True):
+    """A rule of the train batch under way could not be met and was dropped, for this batch (`on_starvation: relax`)."""
+
+    rule: str
+    value: str
+    missing: int
 
 
 class TrainGroupFormed(Event, frozen=True, kw_only=True):
@@ -168,6 +180,7 @@ AnyEvent = (
     | Filtered
     | Expired
     | Lost
+    | Relaxed
     | TrainGroupFormed
     | Admitted
     | Consumed
@@ -178,3 +191,8 @@ AnyEvent = (
     | RoleReport
     | RunEnded
 )
+
+
+def gives_back(event: AnyEvent) -> bool:
+    """Whether this ends a group whose prompt is to be launched again."""
+    return isinstance(event, Lost) or (isinstance(event, Expired) and event.retry)

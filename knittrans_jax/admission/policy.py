@@ -3,24 +3,33 @@
 `MiniBatchPolicy` (`mini_batch`) guarantees:
 
 * *safe*: after the chosen groups the train batch can still be finished within its rules;
-* *work-conserving*: it chooses whenever the ready pool holds a safe mini-batch;
-* *oldest first*: the choice is the lexicographically oldest safe one, by the order in which groups became ready;
+* *work-conserving*: it chooses whenever the ready pool holds a safe mini-batch (within `batch.mini_batch_tokens`);
+* *oldest first*: the choice is the lexicographically oldest safe one, by the order in which groups became ready. With
+  `on_stale: wait`, groups that the next mini-batch is the last one for come before all others; with `spread_slow`, slow groups
+  beyond their share of a mini-batch come after all others;
 * *honest*: otherwise it says which rule waits for what, how many are missing, and how many of those are in flight.
 
 `train_batch`, `proportional` and `fifo` are the baselines that it is compared with. They get the same launch gate and the same
 look-ahead; what of the rules they keep is in `rules.rules_of`.
+
+Groups beyond the staleness bound (`AdmissionState.stale`) are to be expired before a policy is asked.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from knittrans_jax.admission.accounts import Account
-from knittrans_jax.admission.rules import Kind, Rules
-from knittrans_jax.admission.state import AdmissionState, Group
+from knittrans_jax.admission.completion import Kind, Picker
+from knittrans_jax.admission.completion_overlap import Overlapping
+from knittrans_jax.admission.rules import Rules
+from knittrans_jax.admission.state import SLOW_SHARE, AdmissionState, Group
+from knittrans_jax.admission.token_budget import choose_within, tokens_of
+from knittrans_jax.trajectory import GroupMeta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +40,8 @@ class Waiting:
     value: str
     missing: int
     in_flight: int
+    kinds: tuple[Kind, ...] = dataclasses.field(default=(), compare=False)
+    """Groups launched with these kinds would help."""
 
     def __str__(self) -> str:
         return f"{self.rule} of {self.value}: {self.missing} missing, {self.in_flight} in flight"
@@ -55,11 +66,16 @@ class OldestFirst:
         """See `Policy.next_mini_batch`."""
         wanted = self.wanted(state)
         shortage = state.batch.completion.shortage(state.accounts.ready_by_kind, wanted)
-        if shortage is not None:  # constant in the size of the pool, so that asking after every event costs little
-            return Waiting(shortage.rule, shortage.value, shortage.missing, _in_flight(state, shortage.kinds))
-        chosen = _choose(state, wanted)
+        if shortage is not None:
+            in_flight = sum(state.accounts.in_flight_of(kind) for kind in shortage.kinds)
+            return Waiting(shortage.rule, shortage.value, shortage.missing, in_flight, shortage.kinds)
+        budget = state.rules.mini_batch_tokens
+        chosen = _choose(state, wanted) if budget is None else _choose_within(state, wanted, budget)
+        if isinstance(chosen, Waiting):
+            return chosen
         if len(chosen) < wanted:
             return _repeated_prompts(state, wanted - len(chosen))
+        chosen.sort(key=_age)
         return tuple(chosen[: state.rules.mini_batch_groups])
 
 
@@ -83,76 +99,207 @@ class TrainBatchPolicy(OldestFirst):
 
 
 class ProportionalPolicy:
-    """`proportional`: every mini-batch repeats the batch's composition, within one group per kind; over the batch it is exact.
+    """`proportional`: every mini-batch repeats the batch's composition by its first attribute, within one group per value.
 
-    Of `B_d` groups, every mini-batch takes `B_d // K`; what that leaves over is dealt to the mini-batches in turn, kinds with
-    the largest remainder first, so that each mini-batch has the same size.
+    Of `B_d` groups, every mini-batch takes `B_d // K`; what that leaves over is dealt to the mini-batches in turn, values with
+    the largest remainder first, so that each mini-batch has the same size. Over the batch it is exact. Further attributes keep
+    the batch's rules.
     """
 
     def next_mini_batch(self, state: AdmissionState) -> tuple[Group, ...] | Waiting:
         """See `Policy.next_mini_batch`."""
-        counts = mini_batch_composition(state.rules, state.batch.mini_batches)
-        ready = state.accounts.ready_by_kind
-        short = [kind for kind, count in counts.items() if ready[kind] < count]
+        rules, completion = state.rules, state.batch.completion
+        counts = mini_batch_composition(rules, state.batch.mini_batches)
+        ready = dict.fromkeys(counts, 0)
+        for final, count in state.accounts.ready_by_kind.items():
+            ready[final[: len(next(iter(counts)))]] += count
+        short = [value for value, count in counts.items() if ready[value] < count]
         if short:
-            kind = max(short, key=lambda k: (counts[k] - ready[k], k))
-            missing = counts[kind] - ready[kind]
-            return Waiting("admission.policy = proportional", _name(kind), missing, _in_flight(state, (kind,)))
-        prompts, chosen = set(state.batch.prompts), []
-        for kind, count in counts.items():
-            wanted = len(chosen) + count
-            for group in state.ready[kind].values():
-                if len(chosen) == wanted:
-                    break
-                if group.prompt_id not in prompts:
-                    prompts.add(group.prompt_id)
-                    chosen.append(group)
-            if len(chosen) < wanted:
-                return _repeated_prompts(state, wanted - len(chosen))
-        return tuple(sorted(chosen, key=lambda group: group.order))
+            value = max(short, key=lambda v: (counts[v] - ready[v], v))
+            kinds = tuple(kind for kind in rules.kinds if kind[: len(value)] == value)
+            in_flight = sum(state.accounts.in_flight_of(kind) for kind in kinds)
+            missing = counts[value] - ready[value]
+            return Waiting("admission.policy = proportional", ", ".join(value) or "any", missing, in_flight, kinds)
+        if isinstance(completion, Overlapping):
+            picker = completion.picker_by_value(state.accounts.ready_by_kind, counts)
+            if picker is None:
+                return Waiting(
+                    "admission.policy = proportional", "with the other quotas", 1, state.accounts.in_flight, rules.kinds
+                )
+        else:
+            picker = _ByValue(counts)
+        chosen = _choose(state, rules.mini_batch_groups, picker)
+        if len(chosen) < rules.mini_batch_groups:
+            return _repeated_prompts(state, rules.mini_batch_groups - len(chosen))
+        return tuple(sorted(chosen, key=_age))
+
+
+class _ByValue:
+    """`Picker` of fixed counts by value of one attribute."""
+
+    def __init__(self, counts: Mapping[Kind, int]) -> None:
+        self._left = dict(counts)
+
+    def take(self, kind: Kind) -> bool:
+        if not self._left[kind]:
+            return False
+        self._left[kind] -= 1
+        return True
+
+    def skip(self, kind: Kind) -> None:
+        pass
 
 
 def mini_batch_composition(rules: Rules, mini_batch: int) -> dict[Kind, int]:
-    """Groups by kind of mini-batch `mini_batch` when each repeats the batch's composition. See `ProportionalPolicy`."""
-    every = rules.mini_batches
-    counts = {kind: count // every for kind, count in rules.composition.items()}
-    over = {kind: count % every for kind, count in rules.composition.items()}
+    """Groups by value of the first attribute in mini-batch `mini_batch`, when each repeats the batch's composition."""
+    every, whole = rules.mini_batches, dict[Kind, int]()
+    for kind, count in rules.composition.items():
+        whole[kind[:1]] = whole.get(kind[:1], 0) + count
+    counts = {value: count // every for value, count in whole.items()}
+    over = {value: count % every for value, count in whole.items()}
     dealt = 0
-    for kind in sorted(over, key=lambda k: (-over[k], k)):
-        counts[kind] += sum((dealt + i) % every == mini_batch for i in range(over[kind]))
-        dealt += over[kind]
+    for value in sorted(over, key=lambda v: (-over[v], v)):
+        counts[value] += sum((dealt + i) % every == mini_batch for i in range(over[value]))
+        dealt += over[value]
     return counts
 
 
-def _in_flight(state: AdmissionState, kinds: Iterable[Kind]) -> int:
-    return sum(state.accounts.pool_by_kind[kind] - state.accounts.ready_by_kind[kind] for kind in kinds)
+def drop_reason(rules: Rules, meta: GroupMeta) -> str | None:
+    """Why a group that is done is not to be trained on; None: it may be. Pure; the account is `filtered`."""
+    if rules.drop_equal_rewards and len({one.reward for one in meta.trajectories}) == 1:
+        return f"batch.drop_equal_rewards: every reward is {meta.trajectories[0].reward:g}"
+    if rules.mini_batch_tokens is not None:
+        tokens, n = sum(one.length_tokens for one in meta.trajectories), len(meta.trajectories)
+        most = rules.mini_batch_tokens - (rules.mini_batch_groups - 1) * 2 * n
+        if tokens > most:
+            return f"batch.mini_batch_tokens: {tokens} tokens, at most {most} fit beside the rest of any mini-batch"
+    return None
 
 
-def _name(kind: Kind) -> str:
-    return ", ".join(kind) or "any"
+def unfinishable(state: AdmissionState, supply: Mapping[Kind, int]) -> Waiting | None:
+    """What the train batch under way will lack even if all comes that is in flight or may still be launched; None: nothing.
+
+    Args:
+        state: as it is.
+        supply: groups that may still be launched, by kind; kinds that it does not name have none left.
+    """
+    rules, accounts, completion = state.rules, state.accounts, state.batch.completion
+    pool: dict[Kind, int] = dict(accounts.ready_by_kind)
+    for kind in rules.kinds:
+        coming = accounts.in_flight_of(kind) + supply.get(kind, 0)
+        pool[kind] = pool.get(kind, 0) + coming
+    wanted = completion.slots_left
+    missing = wanted - completion.usable(pool)
+    if missing <= 0:
+        return None
+    if rules.final_attributes:
+        return Waiting("batch.quotas", "what is left of the data set", missing, accounts.in_flight, rules.kinds)
+    shortage = completion.shortage(pool, wanted)
+    assert shortage is not None
+    in_flight = sum(accounts.in_flight_of(kind) for kind in shortage.kinds)
+    return Waiting(shortage.rule, shortage.value, shortage.missing, in_flight, shortage.kinds)
+
+
+def hopeless(state: AdmissionState, waiting: Waiting) -> str | None:
+    """Why what is waited for will not come by waiting: every prompt that could help was dropped since one was admitted.
+
+    Groups are dropped by a filter, or because their own flight takes longer than the staleness bound.
+    """
+    prompts, dropped = state.rules.prompts, state.dropped_in_a_row
+    if not prompts or not waiting.kinds or not dropped:
+        return None
+    if any(dropped.get(kind, 0) < max(1, prompts.get(kind, 0)) for kind in waiting.kinds):
+        return None
+    count = sum(dropped[kind] for kind in waiting.kinds)
+    return f"the last {count} groups that could help were all dropped (batch.drop_equal_rewards, admission.staleness_bound)"
+
+
+def _age(group: Group) -> int:
+    return group.order
 
 
 def _repeated_prompts(state: AdmissionState, missing: int) -> Waiting:
     return Waiting("no prompt twice in a train batch", "batch.groups", missing, state.accounts.in_flight)
 
 
-def _choose(state: AdmissionState, wanted: int) -> list[Group]:
-    """Oldest first over the kinds' queues. A kind that cannot be taken now cannot be taken after further groups."""
-    completion, prompts = state.batch.completion.copy(), set(state.batch.prompts)
-    chosen: list[Group] = []
+def _choose(state: AdmissionState, wanted: int, picker: Picker | None = None) -> list[Group]:
+    """The first `wanted` groups in order that the picker (else the batch's own) takes. A kind refused once stays refused."""
+    rules, batch_prompts = state.rules, state.batch.prompts
+    if picker is None:
+        picker = state.batch.completion.picker(state.accounts.ready_by_kind, wanted)
+    taken: dict[str, Group] = {}
+    first = state.due() if rules.on_stale == "wait" else []
+    orders: list[Iterable[Group]] = [first] if first else []
+    if rules.spread_slow:
+        share = max(1, round(SLOW_SHARE * wanted))
+        orders += [_spread(state, share)]
+    for group in itertools.chain(*orders):
+        if len(taken) == wanted:
+            break
+        if group.prompt_id not in batch_prompts and group.prompt_id not in taken and picker.take(group.final):
+            taken[group.prompt_id] = group
     heads: list[tuple[int, Kind, Group, Iterator[Group]]] = []
     for kind, queue in state.ready.items():
-        _push(heads, kind, iter(queue.values()))
-    while heads and len(chosen) < wanted:
-        _, kind, group, rest = heapq.heappop(heads)
-        if not completion.can_take(kind):
-            continue
-        if group.prompt_id not in prompts:
-            completion.take(kind)
-            prompts.add(group.prompt_id)
-            chosen.append(group)
-        _push(heads, kind, rest)
-    return chosen
+        if queue:
+            _push(heads, kind, iter(queue.values()))
+    count = len(taken)
+    while heads and count < wanted:
+        _, kind, group, rest = heads[0]
+        # As long as this kind's next group is older than every other kind's, no heap is needed.
+        limit = min(heads[1][0], heads[2][0] if len(heads) > 2 else heads[1][0]) if len(heads) > 1 else None
+        while True:
+            prompt = group.prompt_id
+            if prompt in batch_prompts or (prompt in taken and taken[prompt] is not group):
+                picker.skip(kind)
+            elif prompt not in taken:
+                if not picker.take(kind):
+                    heapq.heappop(heads)
+                    break
+                taken[prompt] = group
+                count += 1
+                if count == wanted:
+                    break
+            following = next(rest, None)
+            if following is None:
+                heapq.heappop(heads)
+                break
+            group = following
+            if limit is not None and group.order > limit:
+                heapq.heapreplace(heads, (group.order, kind, group, rest))
+                break
+    return list(taken.values())
+
+
+def _spread(state: AdmissionState, share: int) -> Iterator[Group]:
+    """Oldest first, without slow groups beyond `share`: they come when nothing else is left."""
+    groups = sorted((g for queue in state.ready.values() for g in queue.values()), key=_age)
+    for group in groups:
+        if group.slow:
+            share -= 1
+            if share < 0:
+                continue
+        yield group
+
+
+def _choose_within(state: AdmissionState, wanted: int, tokens: int) -> list[Group] | Waiting:
+    """`_choose` with a token budget: the first groups in order that leave enough for the lightest of the others."""
+    groups = sorted((g for queue in state.ready.values() for g in queue.values()), key=_age)
+    if sum(heapq.nlargest(wanted, map(tokens_of, groups))) <= tokens:
+        return _choose(state, wanted)
+    groups = [group for group in groups if group.prompt_id not in state.batch.prompts]
+    if state.rules.on_stale == "wait":
+        due = {group.group_id for group in state.due()}
+        groups.sort(key=lambda group: (group.group_id not in due, group.order))
+    chosen = choose_within(state.batch.completion, groups, wanted, tokens)
+    if chosen is not None:
+        return chosen
+    return Waiting(
+        "batch.mini_batch_tokens",
+        str(tokens),
+        1,
+        state.accounts.in_flight,
+        state.rules.kinds,
+    )
 
 
 def _push(heads: list[tuple[int, Kind, Group, Iterator[Group]]], kind: Kind, queue: Iterator[Group]) -> None:

@@ -1,83 +1,47 @@
-"""The rules of a train batch, and whether a partly filled batch can still be finished within them.
+"""The rules of a train batch: what is configured, in whole groups.
 
-What it guarantees:
+What it guarantees: `rules_of` turns bounds (counts or shares) into whole numbers of groups, or raises `ConfigError` naming key,
+value and rule; rules that no train batch of this data set can meet are found there, before anything starts, with a smallest set
+of rules that contradicts itself (`feasibility`).
 
-* `resolve` turns bounds (counts or shares) into whole numbers of groups, or raises `ConfigError` naming key, value and rule;
-* `check` finds rules that no train batch of this data set can meet, before anything starts;
-* a `Completion` answers, in constant time, whether a group may be taken such that the remaining slots can still meet every
-  remaining minimum without breaking a maximum.
-
-A group's *kind* is the tuple of its values of the attributes that have rules: `()` without quotas, `(value,)` with one
-attribute. Everything above this module counts groups by kind and asks a `Completion`, so rules on several overlapping
-attributes need another `Completion` and nothing else.
-
-For one attribute the groups that may be taken together are the independent sets of a matroid (a transversal matroid cut
-down to the slots that no minimum reserves). Hence taking the oldest possible group again and again never gets stuck, is the
-lexicographically oldest choice, and takes as many as can be taken at all.
+A group's *kind* is the tuple of its prompt's values of the attributes that have quotas: `()` without quotas, `(value,)` with
+one attribute. What is known only at completion (pass-rate bucket, whether more than one version sampled it) is appended to it
+when the group is done: `final_kind`. Everything above this module counts groups by kind and asks a `Completion`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Literal
 
-from knittrans_jax.config import BatchConfig, Config, ConfigError, groups_of
+from knittrans_jax.admission.completion import Completion, Kind, OneAttribute, Quota, SizeOnly
+from knittrans_jax.admission.completion_overlap import Overlapping, Row, Space
+from knittrans_jax.admission.completion_solver import Program, solve
+from knittrans_jax.admission.feasibility import check, check_overlap
+from knittrans_jax.config import BatchConfig, Bound, Config, ConfigError, groups_of, pass_rate_range
+from knittrans_jax.trajectory import GroupMeta
 
-Kind = tuple[str, ...]
+ONE_VERSION, SEVERAL_VERSIONS = "one version", "several versions"
+OTHER_PASS_RATES = "other"
+"""The bucket of pass rates that no configured range holds."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Quota:
-    """Least and most groups of one value in a train batch."""
+class Attribute:
+    """Quotas by value of one attribute. `key` is their configuration key. `final`: known only when a group is done."""
 
-    least: int
-    most: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Shortage:
-    """Why a mini-batch cannot be formed: the rule, its value, and how many groups are missing for the mini-batch."""
-
-    rule: str
-    value: str
-    missing: int
-    kinds: tuple[Kind, ...]
-    """Groups of these kinds would help."""
-
-
-class Completion(Protocol):
-    """A train batch being filled. Counts are groups by kind."""
-
-    @property
-    def slots_left(self) -> int:
-        """Groups that the batch still takes."""
-        ...
-
-    def can_take(self, kind: Kind) -> bool:
-        """Whether the batch can still be finished within its rules after it takes one group of this kind."""
-        ...
-
-    def take(self, kind: Kind) -> None:
-        """Takes one group. Raises `ValueError` when that breaks a rule."""
-        ...
-
-    def usable(self, pool: Mapping[Kind, int]) -> int:
-        """The most groups of the pool that this batch can take and still be finished, by others where needed."""
-        ...
-
-    def shortage(self, pool: Mapping[Kind, int], wanted: int) -> Shortage | None:
-        """What is missing to take `wanted` groups from the pool; None when nothing is."""
-        ...
-
-    def copy(self) -> Completion:
-        """An independent copy."""
-        ...
+    name: str
+    key: str
+    quotas: Mapping[str, Quota]
+    final: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Resolved rules: `quotas` holds every value of the data set and every value that a rule names."""
+    """Resolved rules: `quotas` holds every value of the first attribute in the data set and every value that a rule names."""
 
     groups: int
     mini_batches: int
@@ -85,43 +49,179 @@ class Rules:
     quotas: Mapping[str, Quota]
     enforced: bool = True
     """False: admission keeps the size only (policy `fifo`); the launch gate still goes by the quotas."""
+    others: tuple[Attribute, ...] = ()
+    """Further attributes: of prompts first, then those known only when a group is done."""
+    prompts: Mapping[Kind, int] | None = None
+    """Different training prompts by kind; None: not known. No prompt comes twice in a batch."""
+    slack: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """By value of the first attribute: how much lower its maximum is than configured because minima leave no more."""
+    drop_equal_rewards: bool = False
+    """Drop groups whose trajectories all have one reward: they teach nothing."""
+    staleness_bound: int | None = None
+    """Most updates between the oldest version that sampled a group and the one that its update starts from."""
+    on_stale: Literal["drop", "retry", "wait"] = "drop"
+    mini_batch_tokens: int | None = None
+    """Most tokens of a mini-batch."""
+    spread_slow: bool = False
+    """Spread groups that took long over the batch, instead of its last mini-batches."""
 
     @property
     def mini_batch_groups(self) -> int:
         """`B / K`."""
         return self.groups // self.mini_batches
 
-    @property
+    @functools.cached_property
+    def prompt_attributes(self) -> tuple[str, ...]:
+        """Names of the attributes whose values are a kind."""
+        first = () if self.attribute is None else (self.attribute,)
+        return (*first, *(one.name for one in self.others if not one.final))
+
+    @functools.cached_property
+    def final_attributes(self) -> tuple[Attribute, ...]:
+        """Attributes whose values are known only when a group is done."""
+        return tuple(one for one in self.others if one.final)
+
+    @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """Every kind that a group can have, in a fixed order."""
-        return ((),) if self.attribute is None else tuple((value,) for value in sorted(self.quotas))
+        """Every kind that a group can be launched with, in a fixed order."""
+        if self.attribute is None:
+            return ((),)
+        if len(self.prompt_attributes) == 1:
+            return tuple((value,) for value in sorted(self.quotas))
+        if self.prompts is not None:
+            return tuple(sorted(self.prompts))
+        values = [self.quotas, *(one.quotas for one in self.others if not one.final)]
+        return tuple(sorted(itertools.product(*values)))
+
+    @functools.cached_property
+    def final_kinds(self) -> tuple[Kind, ...]:
+        """Every kind that a group can have when it is done, in a fixed order."""
+        ends = list(itertools.product(*(one.quotas for one in self.final_attributes)))
+        return tuple((*kind, *end) for kind in self.kinds for end in ends)
+
+    @functools.cached_property
+    def _kind_set(self) -> frozenset[Kind]:
+        return frozenset(self.kinds)
 
     def kind(self, attributes: Mapping[str, str]) -> Kind:
-        """The kind of a group with these attributes."""
-        if self.attribute is None:
-            return ()
-        value = attributes[self.attribute]
-        if value not in self.quotas:
-            raise KeyError(
-                f"{self.attribute} = {value!r} is no value of the data set that these rules were resolved for"
-            )
-        return (value,)
+        """The kind of a group whose prompt has these attributes."""
+        kind = tuple([attributes[name] for name in self.prompt_attributes])
+        if kind not in self._kind_set:
+            named = ", ".join(f"{name} = {value!r}" for name, value in zip(self.prompt_attributes, kind, strict=True))
+            raise KeyError(f"{named} is no value of the data set that these rules were resolved for")
+        return kind
+
+    def final_kind(self, kind: Kind, meta: GroupMeta) -> Kind:
+        """The kind of a group that is done."""
+        for one in self.final_attributes:
+            kind = (*kind, version_span(meta) if one.name == "spanning" else pass_rate_bucket(meta, one.quotas))
+        return kind
 
     def quota(self, kind: Kind) -> Quota:
-        """Bounds on groups of this kind in a train batch."""
-        return Quota(0, self.groups) if self.attribute is None else self.quotas[kind[0]]
+        """Bounds on groups of this launched kind in a train batch."""
+        if self.attribute is None:
+            return Quota(0, self.groups)
+        if len(self.prompt_attributes) == 1:
+            return self.quotas[kind[0]]
+        most = self.groups if self.prompts is None else min(self.groups, self.prompts[kind])
+        for attribute, value in zip(self._by_prompt, kind, strict=True):
+            if value in attribute.quotas:
+                most = min(most, attribute.quotas[value].most)
+        return Quota(0, most)
+
+    @functools.cached_property
+    def _by_prompt(self) -> tuple[Attribute, ...]:
+        """The attributes of prompts."""
+        first = () if self.attribute is None else (Attribute(self.attribute, self.key, self.quotas),)
+        return (*first, *(one for one in self.others if not one.final))
+
+    @property
+    def attributes(self) -> tuple[Attribute, ...]:
+        """All of them, in the order of a kind's values."""
+        return (*self._by_prompt, *self.final_attributes)
+
+    @property
+    def key(self) -> str:
+        """Configuration key of the first attribute's quotas."""
+        return "batch.groups" if self.attribute is None else f"batch.quotas.{self.attribute}"
+
+    @functools.cached_property
+    def space(self) -> Space:
+        """Kinds and bounds of overlapping rules."""
+        return Space(self.groups, self.mini_batch_groups, self.final_kinds, rows_of(self), len(self.prompt_attributes))
 
     def open_batch(self) -> Completion:
         """An empty train batch."""
-        return OneAttribute(self) if self.enforced else SizeOnly(self)
+        if not self.enforced:
+            return SizeOnly(self.groups, self.mini_batch_groups, self.kinds)
+        if self.others:
+            return Overlapping(self.space)
+        quotas = {kind: self.quota(kind) for kind in self.kinds}
+        slack = {(value,): count for value, count in self.slack.items()}
+        return OneAttribute(self.groups, self.mini_batch_groups, self.key, quotas, slack)
 
-    @property
+    @functools.cached_property
     def composition(self) -> dict[Kind, int]:
-        """One whole batch: the minima, and the places they leave shared by the room up to the maxima (largest remainder)."""
+        """One whole valid batch by launched kind: what the launch gate goes by.
+
+        One attribute: the minima, and the places they leave shared by the room up to the maxima (largest remainder). Several:
+        of all valid batches one that is nearest to the data set's own shares (least sum of absolute differences).
+        """
+        if self.others:
+            return self._nearest_composition()
         quotas = {kind: self.quota(kind) for kind in self.kinds}
         free = self.groups - sum(quota.least for quota in quotas.values())
         extra = share_out(free, {kind: quota.most - quota.least for kind, quota in quotas.items()})
         return {kind: quota.least + extra[kind] for kind, quota in quotas.items()}
+
+    def _nearest_composition(self) -> dict[Kind, int]:
+        space = self.space
+        natural = share_out(self.groups, self.prompts or dict.fromkeys(self.kinds, 1))
+        program = Program(
+            space.matrix,
+            self.groups,
+            [row.least for row in space.rows],
+            [row.most for row in space.rows],
+            [0] * len(space.kinds),
+        )
+        later = [(outcomes, natural[kind]) for kind, outcomes in space.later.items()]
+        # With equal sums, most of the natural batch kept is least difference to it.
+        found = solve(program, [0] * len(space.kinds), later=later)
+        assert found is not None, "rules that no batch can meet were found before"
+        return {kind: sum(found[t] for t in outcomes) for kind, outcomes in space.later.items()}
+
+
+def rows_of(rules: Rules) -> list[Row]:
+    """The bounds on a whole batch that can bind, one a row."""
+    rows: list[Row] = []
+    for number, attribute in enumerate(rules.attributes):
+        for value, quota in sorted(attribute.quotas.items()):
+            kinds = frozenset(kind for kind in rules.final_kinds if kind[number] == value)
+            if kinds and (quota.least > 0 or quota.most < rules.groups):
+                rows.append(Row(attribute.key, value, number, kinds, quota.least, quota.most))
+    for kind, count in sorted((rules.prompts or {}).items()):
+        if count < rules.groups and len(rules.prompt_attributes) > 1:
+            kinds = frozenset(final for final in rules.final_kinds if final[: len(kind)] == kind)
+            rows.append(Row("training prompts", ", ".join(kind), -1, kinds, 0, count))
+    return rows
+
+
+def version_span(meta: GroupMeta) -> str:
+    """Whether one version sampled the whole group."""
+    versions = {v for one in meta.trajectories for v in (one.version_min, one.version_max)}
+    return ONE_VERSION if len(versions) <= 1 else SEVERAL_VERSIONS
+
+
+def pass_rate_bucket(meta: GroupMeta, buckets: Iterable[str]) -> str:
+    """The range that holds the share of the group's questions that were answered exactly."""
+    questions = sum(one.questions for one in meta.trajectories)
+    rate = sum(one.exact for one in meta.trajectories) / questions if questions else 0.0
+    for bucket in buckets:
+        if bucket != OTHER_PASS_RATES:
+            low, high = pass_rate_range(bucket)
+            if low <= rate < high or rate == high == 1.0:
+                return bucket
+    return OTHER_PASS_RATES
 
 
 def share_out(total: int, weights: Mapping[Kind, int]) -> dict[Kind, int]:
@@ -136,135 +236,30 @@ def share_out(total: int, weights: Mapping[Kind, int]) -> dict[Kind, int]:
     return shares
 
 
-class SizeOnly:
-    """`Completion` of a batch that has a size and no other rule."""
-
-    __slots__ = ("_rules", "_slots")
-
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
-        self._slots = rules.groups
-
-    def __eq__(self, other: object) -> bool:
-        return self._slots == other._slots if isinstance(other, SizeOnly) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def slots_left(self) -> int:
-        """Groups that the batch still takes."""
-        return self._slots
-
-    def can_take(self, kind: Kind) -> bool:
-        """See `Completion.can_take`."""
-        return self._slots > 0
-
-    def take(self, kind: Kind) -> None:
-        """See `Completion.take`."""
-        if self._slots <= 0:
-            raise ValueError(f"a train batch without slots left cannot take a group of kind {kind}")
-        self._slots -= 1
-
-    def usable(self, pool: Mapping[Kind, int]) -> int:
-        """See `Completion.usable`."""
-        return min(self._slots, sum(pool.values()))
-
-    def shortage(self, pool: Mapping[Kind, int], wanted: int) -> Shortage | None:
-        """See `Completion.shortage`."""
-        missing = wanted - self.usable(pool)
-        if missing <= 0:
-            return None
-        return Shortage("batch.groups", f"{self._rules.mini_batch_groups} per mini-batch", missing, self._rules.kinds)
-
-    def copy(self) -> SizeOnly:
-        """An independent copy."""
-        other = SizeOnly.__new__(SizeOnly)
-        other._rules, other._slots = self._rules, self._slots
-        return other
-
-
-class OneAttribute:
-    """`Completion` for quotas on at most one attribute."""
-
-    __slots__ = ("_least", "_most", "_reserved", "_rules", "_slots")
-
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
-        self._slots = rules.groups
-        self._least = {kind: rules.quota(kind).least for kind in rules.kinds}
-        self._most = {kind: rules.quota(kind).most for kind in rules.kinds}
-        self._reserved = sum(self._least.values())
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, OneAttribute):
-            return NotImplemented
-        return (self._slots, self._least, self._most) == (other._slots, other._least, other._most)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def slots_left(self) -> int:
-        """Groups that the batch still takes."""
-        return self._slots
-
-    def can_take(self, kind: Kind) -> bool:
-        """See `Completion.can_take`."""
-        if self._slots <= 0 or self._most[kind] <= 0:
-            return False
-        return self._least[kind] > 0 or self._slots > self._reserved
-
-    def take(self, kind: Kind) -> None:
-        """See `Completion.take`."""
-        if not self.can_take(kind):
-            raise ValueError(
-                f"a train batch with {self._slots} slots left, {self._reserved} of them reserved for minima, cannot take "
-                f"a group of kind {kind} (least {self._least[kind]}, most {self._most[kind]} more)"
-            )
-        self._slots -= 1
-        self._most[kind] -= 1
-        if self._least[kind] > 0:
-            self._least[kind] -= 1
-            self._reserved -= 1
-
-    def usable(self, pool: Mapping[Kind, int]) -> int:
-        """See `Completion.usable`. Rank of the matroid: `min` over its two bounds (maxima; slots that minima leave)."""
-        within_maxima = sum(min(count, self._most[kind]) for kind, count in pool.items())
-        unmet = sum(max(0, least - pool.get(kind, 0)) for kind, least in self._least.items() if least)
-        return min(within_maxima, self._slots - unmet)
-
-    def shortage(self, pool: Mapping[Kind, int], wanted: int) -> Shortage | None:
-        """See `Completion.shortage`. Names the largest unmet minimum first, else the maxima that block, else the size."""
-        missing = wanted - self.usable(pool)
-        if missing <= 0:
-            return None
-        attribute = self._rules.attribute
-        unmet = {kind: least - pool.get(kind, 0) for kind, least in self._least.items() if least > pool.get(kind, 0)}
-        within_maxima = sum(min(count, self._most[kind]) for kind, count in pool.items())
-        if unmet and self._slots - sum(unmet.values()) <= within_maxima:
-            kind = max(unmet, key=lambda k: (unmet[k], k))
-            return Shortage(f"batch.quotas.{attribute}.min", kind[0], min(missing, unmet[kind]), tuple(sorted(unmet)))
-        open_kinds = tuple(sorted(kind for kind, most in self._most.items() if most > pool.get(kind, 0)))
-        full = sorted(kind for kind, count in pool.items() if count > self._most[kind])
-        if full and attribute is not None:
-            return Shortage(f"batch.quotas.{attribute}.max", full[0][0], missing, open_kinds)
-        return Shortage("batch.groups", f"{self._rules.mini_batch_groups} per mini-batch", missing, open_kinds)
-
-    def copy(self) -> OneAttribute:
-        """An independent copy."""
-        other = OneAttribute.__new__(OneAttribute)
-        other._rules, other._slots, other._reserved = self._rules, self._slots, self._reserved
-        other._least, other._most = dict(self._least), dict(self._most)
-        return other
-
-
 def rules_of(config: Config, prompts: Iterable[Mapping[str, str]] | None = None) -> Rules:
-    """The rules of a run under its policy: `resolve`, then exact quotas for `proportional` and size alone for `fifo`."""
-    rules = resolve(config.batch, prompts)
-    if config.admission.policy == "fifo":
-        return dataclasses.replace(rules, enforced=False)
-    if config.admission.policy == "proportional" and rules.attribute is not None:
-        exact = {kind[0]: Quota(count, count) for kind, count in rules.composition.items()}
-        return dataclasses.replace(rules, quotas=exact)
+    """The rules of a run under its policy.
+
+    `fifo` keeps the size alone. `proportional` makes the quotas of the first attribute exact: its counts in `composition`.
+
+    Raises:
+        ConfigError: see `resolve`.
+    """
+    admission, policy = config.admission, config.admission.policy
+    rules = dataclasses.replace(
+        resolve(config.batch, prompts),
+        drop_equal_rewards=config.batch.drop_equal_rewards,
+        staleness_bound=admission.staleness_bound,
+        on_stale=admission.on_stale,
+        mini_batch_tokens=config.batch.mini_batch_tokens,
+        spread_slow=admission.spread_slow,
+        enforced=policy != "fifo",
+    )
+    if policy == "proportional" and rules.attribute is not None:
+        counts = dict.fromkeys(rules.quotas, 0)
+        for kind, count in rules.composition.items():
+            counts[kind[0]] += count
+        exact = {value: Quota(count, count) for value, count in counts.items()}
+        return dataclasses.replace(rules, quotas=exact, slack={})
     return rules
 
 
@@ -278,30 +273,28 @@ def resolve(batch: BatchConfig, prompts: Iterable[Mapping[str, str]] | None = No
             None: only the values that a rule names are known.
 
     Raises:
-        ConfigError: see `check`.
+        ConfigError: no train batch can meet the rules; names a smallest set of them that contradicts itself.
     """
-    if len(batch.quotas) > 1:
-        raise ConfigError(
-            f"batch.quotas: quotas on one attribute are supported, got {len(batch.quotas)} "
-            f"({', '.join(sorted(batch.quotas))}); keep one of them"
-        )
     attribute = next(iter(batch.quotas), None)
-    bounds = batch.quotas[attribute] if attribute is not None else {}
-    key = f"batch.quotas.{attribute}"
-    quotas = {
-        value: Quota(
-            groups_of(f"{key}.{value}.min", bound.min, batch.groups),
-            batch.groups if bound.max is None else groups_of(f"{key}.{value}.max", bound.max, batch.groups),
-        )
-        for value, bound in bounds.items()
-    }
-    rules = Rules(batch.groups, batch.mini_batches, attribute, quotas)
+    further = list(batch.quotas)[1:]
+    quotas = {} if attribute is None else _quotas(f"batch.quotas.{attribute}", batch.quotas[attribute], batch.groups)
+    others = [
+        Attribute(name, f"batch.quotas.{name}", _quotas(f"batch.quotas.{name}", batch.quotas[name], batch.groups))
+        for name in further
+    ]
+    others += _final_attributes(batch)
+    rules = Rules(batch.groups, batch.mini_batches, attribute, quotas, others=tuple(others))
     if prompts is None:
         check(rules, None)
+        if others:
+            check_overlap(rules, rows_of(rules))
         return rules
+    prompts = list(prompts)
     counts = count_values(attribute, prompts)
     check(rules, counts)
     if attribute is None:
+        if others:
+            check_overlap(rules, rows_of(rules))
         return rules
     known = {value: quotas.get(value, Quota(0, batch.groups)) for value in {*quotas, *counts}}
     least_total = sum(quota.least for quota in known.values())
@@ -309,7 +302,47 @@ def resolve(batch: BatchConfig, prompts: Iterable[Mapping[str, str]] | None = No
         value: Quota(quota.least, min(quota.most, counts.get(value, 0), batch.groups - least_total + quota.least))
         for value, quota in known.items()
     }
-    return dataclasses.replace(rules, quotas=tight)
+    by_kind: dict[Kind, int] = {}
+    for attributes in prompts:
+        kind = tuple(attributes.get(name, "") for name in rules.prompt_attributes)
+        by_kind[kind] = by_kind.get(kind, 0) + 1
+    if others:
+        for name in further:
+            count_values(name, prompts)  # refuses a prompt that lacks it
+        plain = dataclasses.replace(
+            rules, quotas={value: quotas.get(value, Quota(0, batch.groups)) for value in known}, prompts=by_kind
+        )
+        check_overlap(plain, rows_of(plain))
+    slack = {
+        value: min(quota.most, counts.get(value, 0)) - tight[value].most
+        for value, quota in known.items()
+        if min(quota.most, counts.get(value, 0)) > tight[value].most
+    }
+    return dataclasses.replace(rules, quotas=tight, prompts=by_kind, slack=slack)
+
+
+def _quotas(key: str, bounds: Mapping[str, Bound], groups: int) -> dict[str, Quota]:
+    return {
+        value: Quota(
+            groups_of(f"{key}.{value}.min", bound.min, groups),
+            groups if bound.max is None else groups_of(f"{key}.{value}.max", bound.max, groups),
+        )
+        for value, bound in bounds.items()
+    }
+
+
+def _final_attributes(batch: BatchConfig) -> list[Attribute]:
+    """What is known only when a group is done."""
+    found: list[Attribute] = []
+    if batch.pass_rate:
+        quotas = _quotas("batch.pass_rate", batch.pass_rate, batch.groups)
+        quotas.setdefault(OTHER_PASS_RATES, Quota(0, batch.groups))
+        found.append(Attribute("pass_rate", "batch.pass_rate", quotas, final=True))
+    if batch.spanning_max is not None:
+        most = groups_of("batch.spanning_max", batch.spanning_max, batch.groups)
+        quotas = {ONE_VERSION: Quota(0, batch.groups), SEVERAL_VERSIONS: Quota(0, most)}
+        found.append(Attribute("spanning", "batch.spanning_max", quotas, final=True))
+    return found
 
 
 def count_values(attribute: str | None, prompts: Iterable[Mapping[str, str]]) -> dict[str, int]:
@@ -324,45 +357,3 @@ def count_values(attribute: str | None, prompts: Iterable[Mapping[str, str]]) ->
         value = "" if attribute is None else attributes[attribute]
         counts[value] = counts.get(value, 0) + 1
     return counts
-
-
-def check(rules: Rules, prompts_by_value: Mapping[str, int] | None) -> None:
-    """Raises `ConfigError` when no train batch can meet the rules.
-
-    Args:
-        rules: as configured.
-        prompts_by_value: number of training prompts by value of the attribute; None: not known yet.
-    """
-    groups, key = rules.groups, f"batch.quotas.{rules.attribute}"
-    if groups % rules.mini_batches:
-        raise ConfigError(f"batch.mini_batches = {rules.mini_batches}: does not divide batch.groups = {groups}")
-    for value, quota in rules.quotas.items():
-        if quota.least > quota.most:
-            raise ConfigError(
-                f"{key}.{value}: min of {quota.least} groups is above max of {quota.most}; no batch can meet both"
-            )
-        have = None if prompts_by_value is None else prompts_by_value.get(value, 0)
-        if have is not None and have < quota.least:
-            raise ConfigError(
-                f"{key}.{value}.min: {quota.least} groups in every train batch, but {have or 'no'} training prompts have "
-                f"this value, and no prompt comes twice in a train batch; lower min or add prompts"
-            )
-    least_total = sum(quota.least for quota in rules.quotas.values())
-    if least_total > groups:
-        raise ConfigError(
-            f"{key}: the minima add up to {least_total} groups, more than batch.groups = {groups}; lower some of "
-            f"{ {value: quota.least for value, quota in rules.quotas.items()} }"
-        )
-    if prompts_by_value is None:
-        return
-    most = {
-        value: min(have, rules.quotas[value].most if value in rules.quotas else groups)
-        for value, have in prompts_by_value.items()
-    }
-    if sum(most.values()) < groups:
-        rule = key if rules.attribute is not None else "batch.groups"
-        raise ConfigError(
-            f"{rule}: maxima and numbers of different training prompts allow at most {sum(most.values())} groups in a "
-            f"train batch, fewer than batch.groups = {groups} (by value: {dict(sorted(most.items()))}); raise a max, add "
-            f"prompts or lower batch.groups"
-        )

@@ -5,6 +5,7 @@ What it guarantees:
 * `fold(rules, events)` of a log gives the state that wrote it, plans included;
 * every group is in one account; an event that does not fit raises and changes nothing;
 * ready groups stand in one queue per kind, oldest first; any of them can leave in constant time;
+* no mini-batch is taken in that breaks a rule: quotas, no prompt twice, the staleness bound;
 * consumed, filtered, expired, lost and failed groups are kept as counts only, so memory follows what is open.
 """
 
@@ -16,8 +17,14 @@ from collections.abc import Callable, Iterable
 
 from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.accounts import OPEN, POOL, Account, Accounts, IllegalTransition
-from knittrans_jax.admission.rules import Completion, Kind, Rules
+from knittrans_jax.admission.completion import Completion, Kind
+from knittrans_jax.admission.rules import Rules
 from knittrans_jax.trajectory import GroupMeta, MiniBatchPlan
+
+SLOW_SHARE = 0.25
+"""Groups that took longer than all but this share are slow (`admission.spread_slow`)."""
+SLOW_STEP = 0.05
+"""How far one group moves the estimate of where the slow ones begin."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -26,6 +33,7 @@ class Group:
 
     group_id: int
     kind: Kind
+    """By its prompt."""
     prompt_id: str
     epoch: int
     host: str
@@ -34,9 +42,12 @@ class Group:
     account: Account
     since_s: float
     """When it came to its account."""
+    final: Kind = ()
+    """Its kind once it is done."""
     order: int = 0
     meta: GroupMeta | None = None
     episode_retries: int = 0
+    slow: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,10 +70,18 @@ class AdmissionState:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.groups: dict[int, Group] = {}
-        self.accounts = Accounts(rules.kinds)
+        self.accounts = Accounts(rules.kinds, rules.final_kinds)
         self.ready: dict[Kind, collections.OrderedDict[int, Group]] = {
-            kind: collections.OrderedDict() for kind in rules.kinds
+            kind: collections.OrderedDict() for kind in rules.final_kinds
         }
+        self.ready_by_version: dict[int, dict[int, Group]] = {}
+        """Ready groups by the oldest version that sampled them; kept where there is a staleness bound."""
+        self.dropped_in_a_row: dict[Kind, int] = {}
+        """Groups filtered, or too stale when they came, since one of the kind was last admitted."""
+        self.slow_s = 0.0
+        """Groups that take longer are slow (an estimate, folded from all so far)."""
+        self.relaxed: dict[str, int] = {}
+        """How often each rule was dropped for a train batch."""
         self.pool_prompts: dict[str, int] = {}
         """Prompts of leased, running and ready groups, with how many groups each has."""
         self.open_by_host: dict[str, int] = {}
@@ -105,6 +124,30 @@ class AdmissionState:
         """Whether others should go first: busy, or its group failed for the train batch being filled."""
         return self.busy(prompt_id) or prompt_id in self.batch.failed
 
+    def is_stale(self, group: Group) -> bool:
+        """Whether a ready group is beyond the staleness bound for the next update planned, and hence for all after it."""
+        bound = self.rules.staleness_bound
+        return (
+            bound is not None and group.meta is not None and self.admitted_updates - oldest_version(group.meta) > bound
+        )
+
+    def stale(self) -> list[Group]:
+        """Ready groups beyond the staleness bound, in the order in which they became ready."""
+        bound = self.rules.staleness_bound
+        if bound is None:
+            return []
+        oldest = self.admitted_updates - bound
+        found = [g for version, groups in self.ready_by_version.items() if version < oldest for g in groups.values()]
+        return sorted(found, key=lambda group: group.order)
+
+    def due(self) -> list[Group]:
+        """Ready groups that the next mini-batch is the last one for, in the order in which they became ready."""
+        bound = self.rules.staleness_bound
+        if bound is None:
+            return []
+        groups = self.ready_by_version.get(self.admitted_updates - bound, {})
+        return sorted(groups.values(), key=lambda group: group.order)
+
     # --- one method per event -------------------------------------------------------------------------------------------
 
     def _nothing(self, event: ev.AnyEvent) -> None:
@@ -132,22 +175,48 @@ class AdmissionState:
         self._move(event.group_id, Account.RUNNING, event.time_s)
 
     def _ready(self, event: ev.Ready) -> None:
-        group = self._move(event.group.group_id, Account.READY, event.time_s)
+        meta, rules = event.group, self.rules
+        group = self._open(meta.group_id)
+        final = rules.final_kind(group.kind, meta) if rules.final_attributes else group.kind
+        took_s = event.time_s - group.since_s
+        self._move(group.group_id, Account.READY, event.time_s, final)
         self._ready_order += 1
-        group.order, group.meta, group.episode_retries = self._ready_order, event.group, event.episode_retries
-        self.ready[group.kind][group.group_id] = group
+        group.final, group.order, group.meta = final, self._ready_order, meta
+        group.episode_retries = event.episode_retries
+        self.ready[final][group.group_id] = group
         self.retries += event.episode_retries
+        if rules.staleness_bound is not None:
+            self.ready_by_version.setdefault(oldest_version(meta), {})[group.group_id] = group
+        if rules.spread_slow:
+            group.slow = took_s > self.slow_s
+            share = (1 - SLOW_SHARE) if group.slow else -SLOW_SHARE
+            self.slow_s = max(0.0, self.slow_s + SLOW_STEP * share * max(took_s, self.slow_s))
 
     def _failed(self, event: ev.Failed) -> None:
-        self.batch.failed.add(self._move(event.group_id, Account.FAILED, event.time_s).prompt_id)
+        group = self._move(event.group_id, Account.FAILED, event.time_s)
+        self.batch.failed.add(group.prompt_id)
         self.retries += event.episode_retries
         self.last_failure = event.reason
 
     def _filtered(self, event: ev.Filtered) -> None:
-        self._move(event.group_id, Account.FILTERED, event.time_s)
+        self._dropped(self._move(event.group_id, Account.FILTERED, event.time_s))
 
     def _expired(self, event: ev.Expired) -> None:
-        self._move(event.group_id, Account.EXPIRED, event.time_s)
+        group = self._open(event.group_id)
+        was_ready = group.account is Account.READY
+        self._move(group.group_id, Account.EXPIRED, event.time_s)
+        if was_ready:
+            self._dropped(group)
+
+    def _dropped(self, group: Group) -> None:
+        self.dropped_in_a_row[group.kind] = self.dropped_in_a_row.get(group.kind, 0) + 1
+
+    def _relaxed(self, event: ev.Relaxed) -> None:
+        completion = self.batch.completion.copy()
+        if not completion.relax(event.rule, event.value):
+            raise IllegalTransition(f"{event.rule} of {event.value} cannot be relaxed")
+        self.batch.completion = completion
+        self.relaxed[event.rule] = self.relaxed.get(event.rule, 0) + 1
 
     def _lost(self, event: ev.Lost) -> None:
         group = self.groups.get(event.group_id)
@@ -169,19 +238,29 @@ class AdmissionState:
                 f"{batch.mini_batches} of train batch {batch.train_step}"
             )
         groups = [self._open(planned.group_id, Account.READY) for planned in plan.groups]
-        completion, prompts = batch.completion.copy(), set(batch.prompts)
-        for group in groups:
-            if group.prompt_id in prompts:
-                raise IllegalTransition(f"prompt {group.prompt_id} comes twice in train batch {batch.train_step}")
-            prompts.add(group.prompt_id)
-            try:
-                completion.take(group.kind)
-            except ValueError as error:
-                raise IllegalTransition(f"plan {plan.plan_id}, group {group.group_id}: {error}") from error
-        batch.completion, batch.prompts = completion, prompts
-        for group in groups:
-            self._move(group.group_id, Account.ADMITTED, event.time_s)
-            batch.admitted[group.kind] = batch.admitted.get(group.kind, 0) + 1
+        prompts, counts = {group.prompt_id for group in groups}, collections.Counter([g.final for g in groups])
+        if len(prompts) < len(groups) or not prompts.isdisjoint(batch.prompts):
+            seen = set(batch.prompts)
+            twice = next(g.prompt_id for g in groups if g.prompt_id in seen or seen.add(g.prompt_id))
+            raise IllegalTransition(f"prompt {twice} comes twice in train batch {batch.train_step}")
+        stale = [group.group_id for group in groups if self.is_stale(group)]
+        if stale:
+            raise IllegalTransition(
+                f"plan {plan.plan_id}: groups {stale} are beyond {self.rules.staleness_bound} updates"
+            )
+        completion = batch.completion.copy()
+        try:
+            completion.take_all(counts)
+        except ValueError as error:
+            raise IllegalTransition(f"plan {plan.plan_id}: {error}") from error
+        batch.completion = completion
+        batch.prompts |= prompts
+        self._move_all(groups, Account.ADMITTED, event.time_s)
+        for final, count in counts.items():
+            batch.admitted[final] = batch.admitted.get(final, 0) + count
+        if self.dropped_in_a_row:
+            for group in groups:
+                self.dropped_in_a_row.pop(group.kind, None)
         batch.mini_batches += 1
         self.plans[plan.plan_id] = plan
         self.next_plan_id += 1
@@ -197,8 +276,8 @@ class AdmissionState:
                 f"{'none' if plan is None else plan.plan_id}, update {self.version}"
             )
         del self.plans[event.plan_id]
-        for planned in plan.groups:
-            self._move(planned.group_id, Account.CONSUMED, event.time_s)
+        groups = [self._open(planned.group_id, Account.ADMITTED) for planned in plan.groups]
+        self._move_all(groups, Account.CONSUMED, event.time_s)
         self.version += 1
 
     def _published(self, event: ev.Published) -> None:
@@ -222,19 +301,39 @@ class AdmissionState:
             raise IllegalTransition(f"group {group_id} is {group.account}, expected {expected}")
         return group
 
-    def _move(self, group_id: int, target: Account, time_s: float) -> Group:
+    def _move(self, group_id: int, target: Account, time_s: float, final: Kind | None = None) -> Group:
+        """`final`: its kind when it is done, if it becomes ready by this."""
         group = self._open(group_id)
         source = group.account
-        self.accounts.move(group_id, group.kind, source, target)
+        self.accounts.move(group_id, group.kind, source, target, group.final if final is None else final)
+        self._leave(group, target, time_s)
+        return group
+
+    def _move_all(self, groups: list[Group], target: Account, time_s: float) -> None:
+        """Groups of one account that move together."""
+        kinds = collections.Counter([(group.kind, group.final) for group in groups])
+        for (kind, final), count in kinds.items():
+            self.accounts.move(groups[0].group_id, kind, groups[0].account, target, final, count)
+        for group in groups:
+            self._leave(group, target, time_s)
+
+    def _leave(self, group: Group, target: Account, time_s: float) -> None:
+        """What goes with leaving an account: queues and counts by prompt and host."""
+        source = group.account
         group.account, group.since_s = target, time_s
         if source is Account.READY:
-            del self.ready[group.kind][group_id]
+            del self.ready[group.final][group.group_id]
+            if self.rules.staleness_bound is not None:
+                assert group.meta is not None
+                version = oldest_version(group.meta)
+                del self.ready_by_version[version][group.group_id]
+                if not self.ready_by_version[version]:
+                    del self.ready_by_version[version]
         if source in POOL and target not in POOL:
             self._count_down(self.pool_prompts, group.prompt_id)
         if target not in OPEN:
             self._count_down(self.open_by_host, group.host)
-            del self.groups[group_id]
-        return group
+            del self.groups[group.group_id]
 
     @staticmethod
     def _count_down(counts: dict[str, int], key: str) -> None:
@@ -254,6 +353,7 @@ _HANDLERS: dict[type, Callable[[AdmissionState, ev.AnyEvent], None]] = {
     ev.Filtered: AdmissionState._filtered,
     ev.Expired: AdmissionState._expired,
     ev.Lost: AdmissionState._lost,
+    ev.Relaxed: AdmissionState._relaxed,
     ev.Admitted: AdmissionState._admitted,
     ev.Consumed: AdmissionState._consumed,
     ev.Published: AdmissionState._published,
@@ -263,6 +363,11 @@ _HANDLERS: dict[type, Callable[[AdmissionState, ev.AnyEvent], None]] = {
     ev.RoleReport: AdmissionState._nothing,
     ev.RunEnded: AdmissionState._run_ended,
 }  # pyright: ignore[reportAssignmentType]
+
+
+def oldest_version(meta: GroupMeta) -> int:
+    """The oldest version that sampled any token of a group."""
+    return min([one.version_min for one in meta.trajectories])
 
 
 def fold(rules: Rules, events: Iterable[ev.AnyEvent]) -> AdmissionState:

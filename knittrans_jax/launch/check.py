@@ -46,6 +46,10 @@ class RunArithmetic:
     quotas: Mapping[str, tuple[int, int]]
     """Least and most groups of a train batch by `attribute = value`."""
     look_ahead_groups: int
+    mini_batch_tokens: int | None
+    """The token budget of a mini-batch."""
+    mini_batch_tokens_guaranteed: bool
+    """Any `B/K` groups fit it; otherwise it is kept by choosing, and lengths may leave nothing to choose."""
     prompts_train: int
     prompts_heldout: int
     epochs: float
@@ -244,9 +248,14 @@ def _arithmetic(
         train_steps=train.updates // batch.mini_batches,
         groups_total=groups_total,
         quotas={
-            f"{rules.attribute} = {value}": (quota.least, quota.most) for value, quota in sorted(rules.quotas.items())
+            f"{attribute.name} = {value}": (quota.least, quota.most)
+            for attribute in rules.attributes
+            for value, quota in sorted(attribute.quotas.items())
         },
         look_ahead_groups=gate.most_look_ahead_groups,
+        mini_batch_tokens=batch.mini_batch_tokens,
+        mini_batch_tokens_guaranteed=batch.mini_batch_tokens is None
+        or trajectories * tokens <= batch.mini_batch_tokens,
         prompts_train=prompts_train,
         prompts_heldout=prompts_heldout,
         epochs=groups_total / prompts_train,
@@ -291,6 +300,13 @@ def arithmetic_panel(config: Config, one: RunArithmetic) -> RenderableType:
         f"at most {one.trajectory_tokens_max} a trajectory, {one.tokens_per_mini_batch_max:,} a mini-batch; "
         f"{one.tokens_per_micro_batch:,} a micro-batch, padding included",
     )
+    if one.mini_batch_tokens is not None:
+        holds = (
+            "guaranteed: any mini-batch fits"
+            if one.mini_batch_tokens_guaranteed
+            else "kept by choosing groups that fit; a mini-batch may have to wait for shorter ones"
+        )
+        grid.add_row("token budget", f"{one.mini_batch_tokens:,} a mini-batch, {holds}")
     grid.add_row("images", f"at most {one.image_patches_max} patches" if one.image_patches_max else "none")
     grid.add_row(
         "bytes, at most",

@@ -2,7 +2,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from knittrans_jax.admission.rules import Completion, Quota, Rules, check, resolve
+from knittrans_jax.admission.completion import Completion, Quota
+from knittrans_jax.admission.feasibility import check
+from knittrans_jax.admission.rules import Rules, resolve
 from knittrans_jax.config import BatchConfig, Bound, ConfigError
 
 from . import brute
@@ -122,14 +124,6 @@ def test_what_no_batch_can_meet_is_found_at_the_start(config: BatchConfig, have:
 def test_too_few_different_prompts_for_a_batch_are_found_without_quotas_too():
     with pytest.raises(ConfigError, match=r"batch\.groups.*at most 3"):
         resolve(BatchConfig(groups=4, mini_batches=2, trajectories_per_group=2), [{}] * 3)
-
-
-def test_quotas_on_two_attributes_are_refused_by_name():
-    config = BatchConfig(
-        groups=8, mini_batches=2, trajectories_per_group=2, quotas={"domain": {"a": Bound()}, "lang": {"en": Bound()}}
-    )
-    with pytest.raises(ConfigError, match="one attribute are supported, got 2"):
-        resolve(config)
 
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=3))
