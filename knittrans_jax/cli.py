@@ -73,6 +73,14 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("runs/benchmarks"), metavar="DIR", help="where the JSON is kept"
     )
     bench.set_defaults(command=_bench)
+    text = "Write a run's report.html and trace.json again; with several runs, a page that puts them side by side."
+    report = commands.add_parser("report", help=text, description=text, allow_abbrev=False)
+    report.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's folder, such as runs/grid_lookup")
+    report.add_argument("--json", action="store_true", help="one JSON object on standard output, nothing else")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help="of several runs: the page (default: A-vs-B.html beside the first run)"
+    )
+    report.set_defaults(command=_report, overrides=[])
     return parser
 
 
@@ -192,6 +200,26 @@ def _bench(options: argparse.Namespace) -> int:
         _print_json(result)
     else:
         Console().print(report_view(result, report, str(path)))
+    return DONE
+
+
+def _report(options: argparse.Namespace) -> int:
+    from knittrans_jax.admission.log import LogError
+    from knittrans_jax.observe.again import compare_runs, report_run
+
+    if options.overrides:
+        raise ConfigError(f"report: takes runs, no settings (value {' '.join(options.overrides)!r})")
+    if options.out is not None and len(options.runs) < 2:
+        raise ConfigError(f"--out: one run's report is written into its folder (value {str(options.out)!r})")
+    try:
+        several = len(options.runs) > 1
+        answer = compare_runs(options.runs, options.out) if several else report_run(options.runs[0])
+    except (LogError, OSError) as error:
+        return _complain(f"report: {error}", FAILED)
+    if options.json:
+        _print_json(answer)
+    else:
+        sys.stdout.write("".join(f"{answer[key]}\n" for key in ("report", "trace") if key in answer))
     return DONE
 
 

@@ -202,6 +202,17 @@ class LaunchConfig(Section, frozen=True):
     finish_timeout_s: PositiveFloat = 30.0
 
 
+class ObserveConfig(Section, frozen=True):
+    """Meters beside `metrics.jsonl`, which is always written. All off by default."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard event files into the run's folder (extra `tensorboard`)."""
+    prometheus_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
+    """Port of the scheduler's Prometheus endpoint, `/metrics`; null: none, 0: a free one, which its log names."""
+    prometheus_host: str = "127.0.0.1"
+    """Where it listens: anybody who can reach it can read the run's figures."""
+
+
 class Config(Section, frozen=True):
     """A run. `run_dir/name/` receives everything that it writes."""
 
@@ -218,6 +229,7 @@ class Config(Section, frozen=True):
     eval: EvalConfig = EvalConfig()
     control: ControlConfig = ControlConfig()
     launch: LaunchConfig = LaunchConfig()
+    observe: ObserveConfig = ObserveConfig()
 
     @property
     def directory(self) -> Path:

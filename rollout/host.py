@@ -205,7 +205,9 @@ class RolloutHost:
     def _report(self, timeout_s: float) -> None:
         """Hands in the counters: at the end, and whenever something was compiled."""
         self._reported_compilations = self._compilations.count
-        report = Report(role=f"rollout-{self._name}", counters=self.counters())
+        report = Report(
+            role=f"rollout-{self._name}", counters=self.counters(), compiled=self._compilations.take_untold()
+        )
         with contextlib.suppress(ControlError):  # at the end the scheduler may be gone; before, the next sync will tell
             reply = self._control.call(report, timeout_s=timeout_s)
             if not isinstance(reply, Ack):

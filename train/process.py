@@ -196,6 +196,7 @@ class Trainer:
             waits_s={"data": self.waits_s["data"], "groups": self.waits_s["groups"]},
             pulled_bytes=self._pulled_bytes,
             compilations=self._compilations.count,
+            compiled=self._compilations.take_untold(),
         )
         self._control.call(done)
         self.publish()

@@ -122,6 +122,8 @@ class Consumed(Event, frozen=True, kw_only=True):
     unique_bytes: int
     compilations: int
     """Compilations so far, summed over the training processes."""
+    compiled: tuple[str, ...] = ()
+    """What any of them compiled since the last update, in words: program, shapes."""
 
 
 class Published(Event, frozen=True, kw_only=True):
@@ -162,6 +164,8 @@ class RoleReport(Event, frozen=True, kw_only=True):
 
     role: str
     counters: dict[str, float]
+    compiled: tuple[str, ...] = ()
+    """What it compiled since its last report, in words: program, shapes."""
 
 
 class RunEnded(Event, frozen=True, kw_only=True):

@@ -205,7 +205,11 @@ class SchedulerCore:
             case msg.WeightsWritten():
                 return self._on_weights(request)
             case msg.Report():
-                self._emit(ev.RoleReport(time_s=self._now_s, role=request.role, counters=request.counters))
+                self._emit(
+                    ev.RoleReport(
+                        time_s=self._now_s, role=request.role, counters=request.counters, compiled=request.compiled
+                    )
+                )
                 self._reported.add(request.role)
                 return msg.Ack()
             case msg.StatusRequest():
@@ -325,6 +329,7 @@ class SchedulerCore:
                     pulled_bytes=sum(report.pulled_bytes for report in reports),
                     unique_bytes=unique_payload_bytes([meta for meta in metas if meta is not None]),
                     compilations=sum(report.compilations for report in reports),
+                    compiled=tuple(dict.fromkeys(one for report in reports for one in report.compiled)),
                 )
             )
             for planned in plan.groups:

@@ -22,6 +22,7 @@ from knittrans_jax.config import Config, ConfigError
 from knittrans_jax.encoding.patches import grid_of
 from knittrans_jax.models.config import PRESETS, ModelConfig, VisionConfig, preset
 from knittrans_jax.observe.table import size
+from knittrans_jax.observe.tensorboard import check_tensorboard
 from knittrans_jax.rollout.tasks.base import Prompt, Split, Task, max_group_bytes, max_trajectory_tokens
 from knittrans_jax.rollout.tasks.registry import load_task
 from knittrans_jax.transfer.plan import WorstCase, worst_case
@@ -73,6 +74,8 @@ class RunArithmetic:
 
 def check_run(config: Config) -> RunArithmetic:
     """Checks a run against its task and its model; raises `ConfigError`."""
+    if config.observe.tensorboard:
+        check_tensorboard()
     task = load_task(config.task, config.seed)
     model = _model(config, task)
     tokens = _check_lengths(config, task, model.vision)

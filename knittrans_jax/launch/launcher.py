@@ -6,7 +6,7 @@
 3. The roles start as processes of their own, with the resolved `config.yaml`; their output goes to `logs/ROLE.log`.
 4. The launcher watches: it shows the live table, writes `metrics.jsonl`, and ends everything when a role dies
    (`launch.on_child_death: stop`) or a signal comes.
-5. `summary.json` is written however the run ended, and says how.
+5. `summary.json`, `report.html` and `trace.json` are written however the run ended, and say how.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from knittrans_jax.config import Config, ConfigError, config_to_yaml
 from knittrans_jax.launch.environment import roles_of, usable_cores
 from knittrans_jax.launch.messages import Shutdown, Status, StatusRequest
 from knittrans_jax.launch.supervise import Outcome, Role, StopSignals, supervise
-from knittrans_jax.observe.metrics import RunObserver
+from knittrans_jax.observe.metrics import RunObserver, write_pages
 from knittrans_jax.observe.summary import Summary
 from knittrans_jax.observe.table import LiveView, duration
 from knittrans_jax.transfer.control import ControlClient, ControlError
@@ -108,7 +108,18 @@ def run(
             )
             view.close()
             summary = observer.finish(_ended(outcome))
+            _write_pages(observer, summary, console)
     return RunResult(summary, outcome, _error(summary, outcome, time.monotonic() - began_s))
+
+
+def _write_pages(observer: RunObserver, summary: Summary, console: Console) -> None:
+    try:
+        write_pages(observer.directory, observer.history, summary)
+    except Exception as error:  # what the run came to is on disk, and stands whether or not it can be drawn
+        again = f"`knittrans report {observer.directory}` tries again"
+        console.print(
+            f"report.html or trace.json could not be written ({error!r}); {again}", markup=False, soft_wrap=True
+        )
 
 
 def _ended(outcome: Outcome) -> str:

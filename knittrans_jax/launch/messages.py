@@ -170,6 +170,8 @@ class UpdateDone(Message, frozen=True, kw_only=True):
     waits_s: dict[str, float]
     pulled_bytes: int
     compilations: int
+    compiled: tuple[str, ...] = ()
+    """What was compiled since the last update, in words."""
 
 
 class WeightsWritten(Message, frozen=True, kw_only=True):
@@ -188,6 +190,8 @@ class Report(Message, frozen=True, kw_only=True):
 
     role: str
     counters: dict[str, float]
+    compiled: tuple[str, ...] = ()
+    """What was compiled since the last report, in words."""
 
 
 class StatusRequest(Message, frozen=True, kw_only=True):

@@ -1,11 +1,12 @@
-"""Follows a run's event log while it grows and writes `metrics.jsonl`, one line per update.
+"""Follows a run's event log while it grows, writes `metrics.jsonl`, one line per update, and at the end what the run came to.
 
 The observer only reads the log: it slows nobody down, and when it is not there, nothing is lost: `observe` reads a whole log
-again and gives the same record, the same lines and the same summary.
+again and gives the same record, the same lines, the same summary, report and trace.
 """
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import TracebackType
 
@@ -13,27 +14,47 @@ import msgspec
 
 from knittrans_jax.admission.log import read_log
 from knittrans_jax.config import Config
+from knittrans_jax.observe.history import RunHistory, history_of
 from knittrans_jax.observe.record import RunRecord, UpdateRecord
-from knittrans_jax.observe.summary import Summary, summary_of, write_summary
+from knittrans_jax.observe.report import report
+from knittrans_jax.observe.summary import Summary, summary_of, write_atomically, write_summary
+from knittrans_jax.observe.tensorboard import TensorBoard
+from knittrans_jax.observe.trace import trace
 
 EVENTS = "events.log"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+REPORT = "report.html"
+TRACE = "trace.json"
+TENSORBOARD = "tensorboard"
 
 
 class RunObserver:
     """Reads what was appended to `events.log` since the last `poll`. One thread."""
 
     def __init__(self, config: Config, directory: Path | None = None) -> None:
-        """`directory`: the run's, by default the configuration's. `metrics.jsonl` is begun anew."""
-        self.record = RunRecord(config)
-        self._directory = config.directory if directory is None else directory
+        """`directory`: the run's, by default the configuration's. `metrics.jsonl` is begun anew.
+
+        Raises:
+            ConfigError: `observe.tensorboard` without the package that it needs.
+        """
+        self.history = RunHistory(config)
+        self.directory = config.directory if directory is None else directory
         self._offset_bytes = 0
-        self._metrics = (self._directory / METRICS).open("wb")
+        self._closing = contextlib.ExitStack()
+        self._tensorboard = None
+        if config.observe.tensorboard:
+            self._tensorboard = self._closing.enter_context(TensorBoard(self.directory / TENSORBOARD))
+        self._metrics = self._closing.enter_context((self.directory / METRICS).open("wb"))
+
+    @property
+    def record(self) -> RunRecord:
+        """The record so far."""
+        return self.history.record
 
     def poll(self) -> list[UpdateRecord]:
         """Folds in what is new; returns the updates among it. A log that is not there yet has nothing new."""
-        path = self._directory / EVENTS
+        path = self.directory / EVENTS
         try:
             if path.stat().st_size <= self._offset_bytes:
                 return []
@@ -41,10 +62,12 @@ class RunObserver:
             return []
         log = read_log(path, self._offset_bytes)
         self._offset_bytes = log.whole_bytes
-        updates = [update for update in map(self.record.apply, log.events) if update is not None]
+        updates = [update for update in map(self.history.apply, log.events) if update is not None]
         for update in updates:
             self._metrics.write(msgspec.json.encode(update) + b"\n")
         self._metrics.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.write(updates, self.record)
         return updates
 
     def finish(self, ended: str | None = None) -> Summary:
@@ -52,14 +75,14 @@ class RunObserver:
         try:
             self.poll()
             summary = summary_of(self.record, ended)
-            write_summary(self._directory / SUMMARY, summary)
+            write_summary(self.directory / SUMMARY, summary)
             return summary
         finally:
             self.close()
 
     def close(self) -> None:
-        """Closes `metrics.jsonl`."""
-        self._metrics.close()
+        """Closes what is written."""
+        self._closing.close()
 
     def __enter__(self) -> RunObserver:
         return self
@@ -70,7 +93,34 @@ class RunObserver:
         self.close()
 
 
+def write_pages(directory: Path, history: RunHistory, summary: Summary) -> None:
+    """Writes `report.html` and `trace.json`, each whole or not at all."""
+    write_atomically(directory / REPORT, report(history, summary))
+    write_atomically(directory / TRACE, trace(history))
+
+
 def observe(config: Config, directory: Path | None = None) -> Summary:
-    """Writes `metrics.jsonl` and `summary.json` of a run from its whole event log."""
+    """Writes `metrics.jsonl`, `summary.json`, `report.html` and `trace.json` of a run from its whole event log."""
     with RunObserver(config, directory) as observer:
-        return observer.finish()
+        summary = observer.finish()
+        write_pages(observer.directory, observer.history, summary)
+        return summary
+
+
+def read_run(config: Config, directory: Path) -> tuple[RunHistory, Summary]:
+    """History and summary of a run from its log; writes nothing, so that the run may still be under way.
+
+    Why a run ended may be known to its launcher only, which wrote it to `summary.json`.
+
+    Raises:
+        OSError, LogError: there is no event log, or it is damaged.
+    """
+    history = history_of(config, read_log(directory / EVENTS).events)
+    ended = None
+    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError):  # not ended yet, or written by another version
+        ended = msgspec.json.decode((directory / SUMMARY).read_bytes(), type=_Ended).ended
+    return history, summary_of(history.record, ended)
+
+
+class _Ended(msgspec.Struct):
+    ended: str

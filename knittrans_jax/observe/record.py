@@ -1,13 +1,16 @@
 """The record of a run: one fold over its events, from which the live table, `metrics.jsonl` and the summary are all read.
 
 `RunRecord` extends the scheduler's own figures (`knittrans_jax.admission.figures`) by what only an observer needs: the account
-of every group, counted independently of the scheduler; compilations by role; lengths and rewards by update.
+of every group, counted independently of the scheduler; compilations by role and what was compiled late; lengths, rewards,
+composition and bytes by update.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -20,6 +23,16 @@ from knittrans_jax.trajectory import GroupMeta, MiniBatchPlan
 
 TRAIN_ROLE = "train"
 """Compilations of all training processes together stand under this name."""
+MAX_RECOMPILATIONS = 50
+"""Compilations after warm-up that are told one by one; more are only counted."""
+FLOAT32_BYTES = 4
+
+
+def naive_payload_bytes(groups: Sequence[GroupMeta]) -> int:
+    """Payload bytes of a mini-batch if every trajectory brought each image that it shows, each time, as float32 pixels."""
+    own = sum(group.payload_bytes - sum(one.size_bytes for one in group.media) for group in groups)
+    shown = sum(group.media[image].size_bytes for group in groups for one in group.trajectories for image in one.media)
+    return own + FLOAT32_BYTES * shown
 
 
 class UpdateRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,30 +53,57 @@ class UpdateRecord(msgspec.Struct, frozen=True, kw_only=True):
     waits_s: dict[str, float]
     payload_pulled: int
     payload_unique: int
+    payload_naive: int
+    """If every trajectory brought each image that it shows, each time, as float32 pixels."""
     images_unique: int
     images_referenced: int
+    accounts: dict[str, int]
+    """Groups by account after it; the values add up to the groups launched so far."""
+    composition: dict[str, dict[str, int]]
+    """Groups of the mini-batch by attribute and value, for the attributes with quotas (without quotas: all attributes)."""
     compilations: int
     metrics: dict[str, float | None]
     """The trainer's own figures; null where a figure is not defined for the update (nothing to average over)."""
 
 
+class Recompilation(msgspec.Struct, frozen=True, kw_only=True):
+    """A program that was compiled after the warm-up: a warning, for it costs time and shows a shape that varies."""
+
+    role: str
+    update: int
+    """Updates finished when it was reported."""
+    program: str
+    """Its name, and the arguments whose shape was new."""
+
+
 @dataclasses.dataclass
 class Compilations:
-    """Programs compiled by one role: at its newest report, and at its last report within the warm-up."""
+    """Programs compiled by one role, over all processes that it has had: in all, and after the warm-up."""
 
     total: int = 0
-    warm: int = 0
+    after_warmup: int = 0
+    reported: int = 0
+    """By its present process."""
 
-    @property
-    def after_warmup(self) -> int:
-        """Compilations that were reported after the warm-up's end."""
-        return self.total - self.warm
+    def report(self, count: int, warm: bool) -> int:
+        """Takes a report of the present process in -> how many are new after the warm-up.
+
+        A smaller count is that of a process started anew, whose first report is warm-up of its own.
+        """
+        anew = count < self.reported
+        new = count if anew else count - self.reported
+        self.reported = count
+        self.total += new
+        late = new if warm and not anew else 0
+        self.after_warmup += late
+        return late
 
 
 class RunRecord:
     """Folds the events of a run; `apply` returns an `UpdateRecord` for every update.
 
-    Warm-up ends with the second train step: compilations that a role reports later count as after warm-up.
+    Warm-up ends with the second train step after a training group has formed: compilations that a role reports later count as
+    after warm-up.
     """
 
     def __init__(self, config: Config) -> None:
@@ -74,12 +114,17 @@ class RunRecord:
         self.retries = 0
         """Prompts leased again after their group failed, expired or was lost."""
         self.compilations: dict[str, Compilations] = {}
+        self.recompilations: list[Recompilation] = []
+        """The first of those after the warm-up."""
         self.warm = False
+        """Whether the warm-up is over."""
         self.published = -1
         self.tokens = 0
         """Tokens of consumed trajectories, prompts included."""
         self.prompts: set[str] = set()
         self.last_update: UpdateRecord | None = None
+        self._warm_at = 2 * config.batch.mini_batches
+        self._attributes: dict[int, dict[str, str]] = {}
         self._account: dict[int, Account] = {}
         self._prompt: dict[int, tuple[str, int]] = {}
         self._given_back: set[tuple[str, int]] = set()
@@ -113,8 +158,10 @@ class RunRecord:
                 return self._consumed(event)
             case ev.Published():
                 self.published = event.version
+            case ev.TrainGroupFormed():
+                self.warm, self._warm_at = False, self.figures.updates + 2 * self.config.batch.mini_batches
             case ev.RoleReport():
-                self._report(event.role, event.counters)
+                self._report(event.role, event.counters, event.compiled)
             case _:
                 pass
         return None
@@ -137,6 +184,7 @@ class RunRecord:
 
     def _leased(self, event: ev.Leased) -> None:
         self._account[event.group_id] = Account.LEASED
+        self._attributes[event.group_id] = event.attributes
         self.accounts[Account.LEASED] += 1
         self.launched += 1
         self.prompts.add(event.prompt_id)
@@ -154,7 +202,7 @@ class RunRecord:
     def _end(self, group_id: int, target: Account) -> None:
         """A group that will not be consumed."""
         self._move(group_id, target)
-        del self._account[group_id]
+        del self._account[group_id], self._attributes[group_id]
         self._metas.pop(group_id, None)
         self._given_back.add(self._prompt.pop(group_id))
 
@@ -162,17 +210,18 @@ class RunRecord:
 
     def _consumed(self, event: ev.Consumed) -> UpdateRecord:
         plan = self._plans.pop(event.plan_id)
-        trajectories = []
+        composition = self._composition([planned.group_id for planned in plan.groups])
+        groups = [self._metas.pop(planned.group_id) for planned in plan.groups]
         for planned in plan.groups:
             self._move(planned.group_id, Account.CONSUMED)
-            del self._account[planned.group_id], self._prompt[planned.group_id]
-            trajectories.extend(self._metas.pop(planned.group_id).trajectories)
+            del self._account[planned.group_id], self._prompt[planned.group_id], self._attributes[planned.group_id]
+        trajectories = [one for group in groups for one in group.trajectories]
         rows = [staleness_of(one, version=event.update, mini_batch=plan.mini_batch) for one in trajectories]
         count = len(trajectories)
         lengths = sum(one.length_tokens for one in trajectories)
         self.tokens += lengths
-        self._report(TRAIN_ROLE, {"compilations": event.compilations})
-        if event.update + 1 == 2 * self.config.batch.mini_batches:
+        self._report(TRAIN_ROLE, {"compilations": event.compilations}, event.compiled)
+        if event.update + 1 >= self._warm_at:
             self.warm = True
         self.last_update = UpdateRecord(
             update=event.update + 1,
@@ -188,17 +237,31 @@ class RunRecord:
             waits_s=event.waits_s,
             payload_pulled=event.pulled_bytes,
             payload_unique=event.unique_bytes,
+            payload_naive=naive_payload_bytes(groups),
             images_unique=len(plan.images),
             images_referenced=sum(len(placement.images) for placement in plan.placements),
+            accounts=dict(self.accounts),
+            composition=composition,
             compilations=event.compilations,
             metrics={name: value if math.isfinite(value) else None for name, value in event.metrics.items()},
         )
         return self.last_update
 
-    def _report(self, role: str, counters: dict[str, float]) -> None:
+    def _composition(self, group_ids: list[int]) -> dict[str, dict[str, int]]:
+        attributes = [self._attributes[group_id] for group_id in group_ids]
+        names = self.config.batch.quotas or dict.fromkeys(name for one in attributes for name in one)
+        return {
+            name: dict(sorted(collections.Counter(one[name] for one in attributes if name in one).items()))
+            for name in names
+        }
+
+    def _report(self, role: str, counters: dict[str, float], compiled: Sequence[str]) -> None:
         if "compilations" not in counters or (role.startswith(TRAIN_ROLE) and role != TRAIN_ROLE):
             return  # training processes report theirs with every update, together
-        entry = self.compilations.setdefault(role, Compilations())
-        entry.total = int(counters["compilations"])
-        if not self.warm:
-            entry.warm = entry.total
+        late = self.compilations.setdefault(role, Compilations()).report(int(counters["compilations"]), self.warm)
+        if late:
+            room = MAX_RECOMPILATIONS - len(self.recompilations)
+            self.recompilations += [
+                Recompilation(role=role, update=self.figures.updates, program=program)
+                for program in (compiled or (f"{late} programs, not named",))[:room]
+            ]

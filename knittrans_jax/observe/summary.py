@@ -17,7 +17,7 @@ import msgspec
 
 from knittrans_jax.admission.events import AnyEvent
 from knittrans_jax.config import Config
-from knittrans_jax.observe.record import RunRecord
+from knittrans_jax.observe.record import Recompilation, RunRecord
 from knittrans_jax.staleness import StalenessSummary
 
 
@@ -111,6 +111,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Null when the run ended within its warm-up, the first two train steps."""
     compilations_by_role: dict[str, int]
     compilations_after_warmup_by_role: dict[str, int]
+    recompilations: list[Recompilation]
+    """The first of those after the warm-up, by name and shape."""
     eval_held_s: float
     """Seconds for which hosts held a version for evaluation."""
     wall_s: float
@@ -177,6 +179,7 @@ def summary_of(record: RunRecord, ended: str | None = None) -> Summary:
         compilations_after_warmup_by_role={
             role: one.after_warmup for role, one in sorted(compilations.items()) if record.warm
         },
+        recompilations=list(record.recompilations),
         eval_held_s=figures.eval_held_s,
         wall_s=record.elapsed_s,
     )

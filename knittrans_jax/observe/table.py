@@ -6,6 +6,7 @@ Everything goes to the given console (the launcher's is standard error with `--j
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from knittrans_jax.launch.messages import Status
-from knittrans_jax.observe.record import RunRecord
+from knittrans_jax.observe.record import Recompilation, RunRecord
 from knittrans_jax.observe.summary import Summary
 from knittrans_jax.staleness import Distribution
 
@@ -90,6 +91,9 @@ def live_table(name: str, record: RunRecord, status: Status | None, elapsed_s: f
     grid.add_row("groups", _accounts(record.accounts))
     if status is not None and status.figures.get("tool_calls"):
         grid.add_row("tools", _live_tools(status.figures))
+    late = sum(one.after_warmup for one in record.compilations.values())
+    if late:
+        grid.add_row("[yellow]warning[/yellow]", _late_compilations(late, record.recompilations))
     grid.add_row("waits for", Text("the roles to start" if status is None else status.waiting_for))
     return Panel(grid, title=f"knittrans · {name}", title_align="left", border_style="cyan", padding=(0, 1))
 
@@ -111,6 +115,9 @@ def plain_line(record: RunRecord, status: Status | None) -> str:
     ]
     if status is not None and status.figures.get("tool_calls"):
         parts.insert(-1, _live_tools(status.figures))
+    late = sum(one.after_warmup for one in record.compilations.values())
+    if late:
+        parts.append(f"warning: {_late_compilations(late, record.recompilations).plain}")
     return " | ".join(parts)
 
 
@@ -155,6 +162,8 @@ def summary_panel(summary: Summary, directory: str) -> RenderableType:
     grid.add_row(
         "compilations", f"{summary.compilations}, {'-' if after is None else after} of them after the second train step"
     )
+    if after:
+        grid.add_row("[yellow]warning[/yellow]", _late_compilations(after, summary.recompilations))
     grid.add_row("groups", f"{_accounts(summary.groups)}   of {summary.groups_launched:,} launched")
     tools = summary.tools
     if tools is not None:
@@ -248,6 +257,12 @@ def _live_tools(figures: dict[str, float]) -> str:
     failed = figures.get("tool_timeouts", 0.0) + figures.get("tool_failures", 0.0)
     mean_s = figures.get("tool_wait_s", 0.0) / max(1.0, calls - waiting)
     return f"{waiting:.0f} episodes wait on {kind}; {calls:,.0f} calls, {mean_s:.2f} s each, {failed:.0f} failed"
+
+
+def _late_compilations(count: int, named: Sequence[Recompilation]) -> Text:
+    """What was compiled after the warm-up: how many, and the newest by name."""
+    newest = f"; the newest: {named[-1].role}: {named[-1].program} (update {named[-1].update})" if named else ""
+    return Text(f"{count} compiled after the warm-up{newest}", style="yellow")
 
 
 def _accounts(accounts: dict[str, int]) -> str:

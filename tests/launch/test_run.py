@@ -67,8 +67,27 @@ def test_a_run_finishes_with_one_json_object_that_adds_up(run: "subprocess.Popen
     assert summary["heldout_questions"] == 8
     assert summary["encoder"]["images_referenced"] == 2 * summary["encoder"]["images_unique"]
     assert summary["logprob_mismatch"] < 1e-4
-    lines = (tmp_path / "runs" / "small" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["update"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    folder = tmp_path / "runs" / "small"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(sum(line["accounts"].values()) >= line["accounts"]["consumed"] == 2 * line["update"] for line in lines)
+    assert all(line["composition"] == {"domain": {"even": 1, "odd": 1}} for line in lines[::2])
+    assert_pages_are_those_of_the_log(folder, summary)
+
+
+def assert_pages_are_those_of_the_log(folder: Path, summary: dict) -> None:
+    """`report.html` and `trace.json` are there, say what the summary says, and come out the same from the log."""
+    page, trace = (folder / "report.html").read_bytes(), (folder / "trace.json").read_bytes()
+    assert f"They add up: {summary['groups_launched']} groups were launched".encode() in page
+    assert b"http" not in page
+    slices = [one for one in json.loads(trace)["traceEvents"] if one["ph"] == "X"]
+    assert sum(one["name"] == "admitted" for one in slices) == summary["groups"]["consumed"]
+    assert sum(one["name"].startswith("update ") for one in slices) == summary["updates"]
+    assert sum(one["name"].startswith("version ") for one in slices) >= len(summary["heldout"])
+    read = [sys.executable, "-m", "knittrans_jax.cli", "report", str(folder), "--json"]
+    again = subprocess.run(read, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(again.stdout)["summary"] == summary
+    assert ((folder / "report.html").read_bytes(), (folder / "trace.json").read_bytes()) == (page, trace)
 
 
 @pytest.mark.slow
@@ -82,6 +101,7 @@ def test_ctrl_c_ends_every_process_within_five_seconds(run: "subprocess.Popen[st
     assert run.returncode == 1
     assert json.loads(output)["ended"] == "interrupted"
     assert "interrupted by SIGINT" in errors
+    assert b"interrupted" in (tmp_path / "runs" / "small" / "report.html").read_bytes()
     assert gone(list(roles.values()))
 
 
@@ -93,6 +113,7 @@ def test_a_killed_role_ends_the_run_and_is_named(run: "subprocess.Popen[str]", t
     assert run.returncode == 1
     assert "storage0 died (signal SIGKILL)" in errors
     assert json.loads(output)["ended"] == "error: storage0 died (signal SIGKILL)"
+    assert b"error: storage0 died (signal SIGKILL)" in (tmp_path / "runs" / "small" / "report.html").read_bytes()
     assert gone(list(roles.values()))
 
 
