@@ -11,6 +11,7 @@ from flax import struct
 
 from knittrans_jax.config import OptimizerConfig
 from knittrans_jax.models import decay_mask
+from knittrans_jax.train.ravel import ravel, small, unravel
 
 
 @struct.dataclass
@@ -23,7 +24,13 @@ class TrainState:
 
 
 def make_optimizer(config: OptimizerConfig, total_updates: int) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW with warm-up and cosine decay. Weight decay spares vectors (norms and biases)."""
+    """Clip by global norm, then AdamW with warm-up and cosine decay. Weight decay spares vectors (norms and biases).
+
+    A gradient that is not finite changes nothing, neither parameters nor state: the update is skipped.
+
+    The state is optax's `ScaleByAdamState`. For a small model (`knittrans_jax.train.ravel.small`) its moments are one vector
+    each, in the order of `ravel(params)`; else they are trees like the parameters, and may be sharded as these are.
+    """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / max(1, config.warmup_updates),
         peak_value=config.learning_rate,
@@ -31,16 +38,40 @@ def make_optimizer(config: OptimizerConfig, total_updates: int) -> optax.Gradien
         decay_steps=max(total_updates, config.warmup_updates + 1),
         end_value=config.learning_rate * config.final_fraction,
     )
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            schedule,
-            b1=config.b1,
-            b2=config.b2,
-            weight_decay=config.weight_decay,
-            mask=decay_mask,
-        ),
-    )
+    adam = optax.scale_by_adam(b1=config.b1, b2=config.b2)
+
+    def init(params: Any) -> Any:
+        return adam.init(ravel(params) if small(params) else params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        one_vector = small(updates)
+        gradient = ravel(updates) if one_vector else updates
+        norm = optax.tree.norm(gradient)
+        finite = jnp.isfinite(norm)
+        rate = schedule(state.count)
+
+        def step() -> tuple[Any, Any]:
+            scale = config.clip_norm / jnp.maximum(norm, config.clip_norm)
+            steps, new = adam.update(jax.tree.map(lambda g: g * scale.astype(g.dtype), gradient), state)
+            return jax.tree.map(lambda u: u * (-rate).astype(u.dtype), steps), new
+
+        def skip() -> tuple[Any, Any]:
+            return jax.tree.map(jnp.zeros_like, gradient), state
+
+        if one_vector:
+            # A branch keeps the compiler from computing Adam anew inside every leaf's own piece of code.
+            steps, new = jax.lax.cond(finite, step, skip)
+            steps = unravel(steps, updates)
+        else:
+            steps, new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), step(), skip())
+        if config.weight_decay:
+            decay = jnp.where(finite, -rate * config.weight_decay, 0.0)
+            steps = jax.tree.map(
+                lambda u, p, decayed: u + decay.astype(p.dtype) * p if decayed else u, steps, params, decay_mask(params)
+            )
+        return steps, new
+
+    return optax.GradientTransformation(init, update)
 
 
 def init_state(params: dict[str, Any], optimizer: optax.GradientTransformation) -> TrainState:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
@@ -31,15 +30,13 @@ from knittrans_jax.config import ObjectiveConfig
 from knittrans_jax.encoding.encode_once import add_cotangent, encode_once, gather_rows
 from knittrans_jax.models import Model, decoder_apply, encoder_apply, normalise_pixels
 from knittrans_jax.train.objective import ObjectiveSums, objective_sums, score_tokens
+from knittrans_jax.train.ravel import ravel, small, unravel
 from knittrans_jax.train.state import TrainState
 from knittrans_jax.transfer.batch import ChunkArrays, ImageArrays
 
 AXIS = "data"
 ENCODER_CHUNK_ROWS = 8
 """Encoder rows per chunk: the encoder's activations live one chunk at a time."""
-
-ONE_COLLECTIVE_VALUES = 2**24
-"""Gradients of at most this many values are summed over shards as one array."""
 
 
 class Sums(NamedTuple):
@@ -162,8 +159,7 @@ class StepPrograms:
                 grads["encoder"] = own.encoder
             elif "encoder" in params:
                 grads["encoder"] = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params["encoder"])
-            total, figures = _sum_over_shards((grads, own.figures))
-            return jax.tree.map(lambda g: g / denominator, total), figures
+            return _sum_over_shards(grads, own.figures, denominator)
 
         def finish(
             state: TrainState, images: ImageArrays | None, sums: Sums, denominator: jax.Array
@@ -175,7 +171,7 @@ class StepPrograms:
             updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
             params: Any = optax.apply_updates(state.params, updates)
             new = TrainState(update=state.update + 1, params=params, opt_state=opt_state)
-            return new, _report(figures, denominator, optax.tree.norm(grads))
+            return new, _report(figures, denominator, optax.tree.norm(ravel(grads) if small(grads) else grads))
 
         return jax.jit(finish, donate_argnums=0, out_shardings=self.replicated)
 
@@ -237,15 +233,14 @@ class StepPrograms:
         return jnp.zeros((vocab_size,), jnp.bool_).at[jnp.asarray(self.sampled_ids, jnp.int32)].set(True)
 
 
-def _sum_over_shards(tree: Any) -> Any:
-    """`lax.psum` of float32 leaves. Small trees go as one array: CPU collectives cost by the call, and are not combined."""
-    leaves, structure = jax.tree.flatten(tree)
-    if sum(leaf.size for leaf in leaves) > ONE_COLLECTIVE_VALUES:
-        return lax.psum(tree, AXIS)
-    flat = lax.psum(jnp.concatenate([leaf.reshape(-1) for leaf in leaves]), AXIS)
-    ends = np.cumsum([leaf.size for leaf in leaves])
-    parts = jnp.split(flat, ends[:-1])
-    return jax.tree.unflatten(structure, [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
+def _sum_over_shards(grads: Any, figures: ObjectiveSums, denominator: jax.Array) -> tuple[Any, ObjectiveSums]:
+    """Sums over shards; gradients are then divided. A small tree goes as one vector, in one collective."""
+    if not small((grads, figures)):
+        grads, figures = lax.psum((grads, figures), AXIS)
+        return jax.tree.map(lambda g: g / denominator, grads), figures
+    total = lax.psum(ravel((grads, figures)), AXIS)
+    figures_at = total.size - len(figures)
+    return unravel(total[:figures_at] / denominator, grads), unravel(total[figures_at:], figures)
 
 
 def _add(total: jax.Array, term: jax.Array) -> jax.Array:
@@ -263,4 +258,5 @@ def _report(figures: ObjectiveSums, denominator: jax.Array, grad_norm: jax.Array
         "fresh_tokens": figures.fresh,
         "sampled_tokens": figures.tokens,
         "grad_norm": grad_norm,
+        "update_skipped": 1.0 - jnp.isfinite(grad_norm).astype(jnp.float32),
     }
