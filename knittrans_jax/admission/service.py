@@ -10,8 +10,11 @@ which is checked at start), so a payload could come only as something that is no
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import signal
+import sys
 import threading
 import time
 import typing
@@ -25,6 +28,7 @@ from knittrans_jax.admission.log import EventLog
 from knittrans_jax.admission.scheduler import Layout, SchedulerCore, Step
 from knittrans_jax.config import Config
 from knittrans_jax.launch.messages import Request
+from knittrans_jax.observe.prometheus import SNAPSHOT_S, PrometheusEndpoint, snapshot_of
 from knittrans_jax.rollout.tasks.base import max_group_bytes
 from knittrans_jax.rollout.tasks.registry import load_task
 from knittrans_jax.transfer import tickets
@@ -76,7 +80,10 @@ def serve(core: SchedulerCore, run_dir: Path, stop: threading.Event) -> None:
     with (
         EventLog(run_dir / "events.log", fsync=config.control.fsync) as log,
         ControlServer(config.control.host, config.control.port, run_dir / "control.json") as server,
+        contextlib.ExitStack() as meters,
     ):
+        endpoint = _prometheus(config, meters)
+        shown_s = -math.inf
 
         def commit(steps: list[Step]) -> None:
             events: list[AnyEvent] = [event for step in steps for event in step.events]
@@ -100,8 +107,22 @@ def serve(core: SchedulerCore, run_dir: Path, stop: threading.Event) -> None:
             steps = [core.handle((one.peer, one.request_id), one.request, clock()) for one in incoming]
             steps.append(core.tick(clock()))
             commit(steps)
+            if endpoint is not None and clock() - shown_s >= SNAPSHOT_S:
+                shown_s = clock()
+                endpoint.show(snapshot_of(core, shown_s))
     if core.ending is not None and core.ending.startswith("error"):
         raise RunFailed(core.ending)
+
+
+def _prometheus(config: Config, meters: contextlib.ExitStack) -> PrometheusEndpoint | None:
+    """The endpoint, if one is wanted; its address goes to the scheduler's log."""
+    port = config.observe.prometheus_port
+    if port is None:
+        return None
+    endpoint = meters.enter_context(PrometheusEndpoint(config.observe.prometheus_host, port))
+    sys.stderr.write(f"Prometheus: {endpoint.address}\n")
+    sys.stderr.flush()
+    return endpoint
 
 
 def steady_wall_clock() -> Callable[[], float]:

@@ -115,7 +115,7 @@ def comparison(runs: Sequence[Run]) -> bytes:
     ends = "<br>".join(f"{html.escape(run.label)}: {ended_badge(run.summary)}" for run in runs)
     body = [
         f"<header><h1>{html.escape(title)}</h1><p>{ends}</p></header>",
-        section("Figures", "Differences are to the first run, in percent of it.", [_figures(runs), _settings(runs)]),
+        section("Figures", "Changes are against the first run, in percent of it.", [_figures(runs), _settings(runs)]),
         _learning(runs),
         _staleness(runs),
         _composition(runs),
@@ -126,7 +126,7 @@ def comparison(runs: Sequence[Run]) -> bytes:
 
 
 def _figures(runs: Sequence[Run]) -> str:
-    head = ["", runs[0].label, *(cell for run in runs[1:] for cell in (run.label, "difference"))]
+    head = ["", runs[0].label, *(cell for run in runs[1:] for cell in (run.label, "change"))]
     rows = []
     for name, value, written in FIGURES:
         first = value(runs[0])

@@ -39,7 +39,7 @@ vertical-align:top}
 th:last-child,td:last-child{padding-right:0}
 th:first-child,td:first-child{text-align:left;padding-left:0} th{font-weight:600}
 tr.sum td{font-weight:600;border-top:2px solid var(--rule)}
-td:not(:first-child):not(.text){white-space:nowrap} td.text,th.text{text-align:left;overflow-wrap:anywhere}
+td:not(:first-child):not(.text){white-space:nowrap} td.text,th.text{text-align:left;overflow-wrap:anywhere;min-width:5.5em}
 dl{display:grid;grid-template-columns:auto 1fr;gap:.15rem .8rem;font-size:.88rem;margin:.4rem 0}
 dt{font-weight:600} dd{margin:0} details{margin-top:.8rem} summary{cursor:pointer;font-weight:600}
 pre{font:12.5px/1.4 ui-monospace,Menlo,Consolas,monospace;background:var(--panel);border:1px solid var(--rule);
@@ -53,14 +53,15 @@ text{font:11px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:var(--s
 path.grid{stroke:var(--grid);stroke-width:1} .axis,.zero{stroke:var(--soft);stroke-width:1}
 .version{stroke:var(--ink);stroke-width:.6;stroke-opacity:.45;stroke-dasharray:2 2}
 .finish{fill:var(--ink);fill-opacity:.75}
-@media(max-width:520px){main{padding:10px}.grid{gap:10px}figure,.card,.tile{padding:8px}h2{margin-top:1.5rem}}
+@media(max-width:520px){main{padding:10px}.grid{gap:10px}figure,.card,.tile{padding:8px}h2{margin-top:1.5rem}
+.wide table{font-size:.78rem}.wide th,.wide td{padding:.2rem .25rem}}
 @media print{:root{color-scheme:light;--bg:#fff;--panel:#fff;--ink:#000;--soft:#444;--rule:#bbb;--grid:#ddd;
 --good:#00543a;--bad:#8c1d18;--warn:#6b4500;
 --p0:#0072b2;--p1:#d55e00;--p2:#009e73;--p3:#b04f8b;--p4:#e69f00;--p5:#56b4e9;--p6:#7a7f87}
 @page{margin:14mm 12mm} html{font-size:13px} body{font-size:1rem} main{max-width:none;padding:0}
 .grid{grid-template-columns:repeat(2,1fr);gap:8px} .tiles{grid-template-columns:repeat(6,1fr)} table{font-size:.8rem}
 th,td{padding:.15rem .3rem} h2{margin-top:1.2rem} .tile{padding:5px 7px} .tile b{font-size:1.1rem}
-figure,.card,.tile,tr{break-inside:avoid} h2,h3,.note{break-after:avoid}
+section,figure,.card,.tile,tr{break-inside:avoid} h2,h3,.note{break-after:avoid}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}
 details:not([open]){display:none} .scroll{overflow:visible}}
 """

@@ -44,7 +44,9 @@ def report(history: RunHistory, summary: Summary) -> bytes:
         "<section><h2>Words and configuration</h2><dl>",
         *(f"<dt>{html.escape(word)}</dt><dd>{html.escape(meaning)}</dd>" for word, meaning in WORDS),
         "</dl><details><summary>The resolved configuration</summary>",
-        f"<pre>{html.escape(config_to_yaml(config))}</pre></details></section>",
+        f"<pre>{html.escape(config_to_yaml(config))}</pre></details>",
+        sections.counters(history),
+        "</section>",
     ]
     return page(f"{summary.name}: report", body)
 

@@ -263,6 +263,23 @@ def waits(history: RunHistory, summary: Summary) -> str:
         figure("Waits", chart, [Key(title, colour, "fill") for _, title, colour in names]),
         table("In all", ["the trainer waited", "seconds", "of the time"], rows) if updates else "",
     ]
+    tools = summary.tools
+    if tools is not None:
+        kind = "emulated: no tool was called, a drawn latency was waited"
+        parts.append(
+            table(
+                "Episodes that waited for tools",
+                ["", "number"],
+                [
+                    ["calls", f"{tools.calls:,}"],
+                    [f"of which {kind}", f"{tools.calls_emulated:,}"],
+                    ["seconds waited, all calls", f"{tools.wait_s:,.1f} s"],
+                    ["episodes waiting at once, at most", f"{tools.waiting_most:,}"],
+                    ["timed out, failed", f"{tools.timeouts:,}, {tools.failures:,}"],
+                ],
+                note="Waiting episodes hold no slot; evaluations included.",
+            )
+        )
     note = (
         "Seconds of the slowest training process. The first update's wait for groups includes the start of the rollout hosts. "
         "Shares are of the time from the first lease to the last update; the warm-up is the first two train steps."
@@ -339,6 +356,19 @@ def lives(history: RunHistory) -> str:
     if not parts:
         return section("Time line", "No group was launched.", ['<p class="soft">Nothing to show.</p>'])
     return section("Time line", note, parts)
+
+
+def counters(history: RunHistory) -> str:
+    """Everything that every role counted, folded away."""
+    rows = [
+        [f"{role}: {name}", f"{value:,.6g}"]
+        for role, counts in sorted(history.record.figures.counters.items())
+        for name, value in sorted(counts.items())
+    ]
+    if not rows:
+        return ""
+    summary = "<summary>What every role counted (its last report)</summary>"
+    return f"<details>{summary}{table('Counters', ['role and name', 'value'], rows)}</details>"
 
 
 def compilations(history: RunHistory, summary: Summary) -> str:

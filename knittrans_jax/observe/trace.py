@@ -37,12 +37,13 @@ def trace(history: RunHistory) -> bytes:
     """The file."""
     lives, figures = history.lives, history.record.figures
     start_s, end_s = figures.start_s or 0.0, figures.last_s
-    groups = [life for _, kept in sorted(lives.by_step.items()) for life in kept]
+    groups = [life for _, step in sorted(lives.by_step.items()) for life in step]
     updates = _kept_updates(history)
+    kept = f"{lives.kept:,} of {lives.groups:,} groups" if lives.left_out else f"all {lives.groups:,} groups"
     events = [
         *_trainer(updates, history, start_s),
-        *_groups(groups, lives.said(), start_s, end_s),
-        *_trajectories(groups, lives.said(), start_s),
+        *_groups(groups, kept, start_s, end_s),
+        *_trajectories(groups, kept, start_s),
         *_evaluations(history, start_s),
     ]
     other = {
@@ -99,10 +100,12 @@ def _trainer(updates: Sequence[UpdateRecord], history: RunHistory, start_s: floa
             }  # fmt: skip
 
 
-def _groups(groups: Sequence[GroupLife], said: str, start_s: float, end_s: float) -> Iterable[Event]:
-    yield from _process(GROUPS, f"groups ({said})")
+def _groups(groups: Sequence[GroupLife], kept: str, start_s: float, end_s: float) -> Iterable[Event]:
+    yield from _process(GROUPS, f"groups ({kept})")
     spans = [(life.leased_s - start_s, (end_s if life.ended_s is None else life.ended_s) - start_s) for life in groups]
-    for life, lane, (begin_s, until_s) in zip(groups, lanes(spans), spans, strict=True):
+    chosen = lanes(spans)
+    yield from (_name(GROUPS, lane, f"lane {lane}") for lane in range(1, max(chosen, default=0) + 1))
+    for life, lane, (begin_s, until_s) in zip(groups, chosen, spans, strict=True):
         arguments: Event = {
             "prompt": life.prompt_id,
             "attributes": life.attributes,
@@ -119,13 +122,15 @@ def _groups(groups: Sequence[GroupLife], said: str, start_s: float, end_s: float
             yield _slice(GROUPS, lane, str(account), phase_s - start_s, phase_end_s - start_s, {})
 
 
-def _trajectories(groups: Sequence[GroupLife], said: str, start_s: float) -> Iterable[Event]:
+def _trajectories(groups: Sequence[GroupLife], kept: str, start_s: float) -> Iterable[Event]:
     hosts = {host: HOSTS + index for index, host in enumerate(sorted({life.host for life in groups}))}
     for host, pid in hosts.items():
-        yield from _process(pid, f"trajectories on {host} (of {said})")
+        yield from _process(pid, f"trajectories on {host} (of {kept})")
         rows = [(life, i, one) for life in groups if life.host == host for i, one in enumerate(life.trajectories)]
         spans = [(one.started_s - start_s, max(one.started_s, one.finished_s) - start_s) for _, _, one in rows]
-        for (life, index, one), lane, (begin_s, until_s) in zip(rows, lanes(spans), spans, strict=True):
+        chosen = lanes(spans)
+        yield from (_name(pid, lane, f"lane {lane}") for lane in range(1, max(chosen, default=0) + 1))
+        for (life, index, one), lane, (begin_s, until_s) in zip(rows, chosen, spans, strict=True):
             arguments = {
                 "group": life.group_id,
                 "tokens": one.length_tokens,

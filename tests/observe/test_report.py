@@ -120,6 +120,15 @@ def test_a_process_started_anew_warms_up_anew(tmp_path: Path) -> None:
     assert not one.record.warm
 
 
+def test_tools_and_what_roles_counted_are_shown(tmp_path: Path) -> None:
+    counted = {"tool_calls": 12.0, "tool_calls_emulated": 12.0, "tool_wait_s": 3.5, "odd_counter": 7.0}
+    one = history(tmp_path, [*events()[:-1], ev.RoleReport(time_s=9.9, role="rollout-host9", counters=counted), events()[-1]])
+    words = Page(report_of(one)).words
+    assert "of which emulated: no tool was called" in words
+    assert "rollout-host9: odd_counter" in words
+    assert "Episodes that waited for tools" not in Page(report_of(history(tmp_path))).words
+
+
 # --- trace -----------------------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +155,7 @@ def test_the_traces_slices_nest_and_follow_the_lives(tmp_path: Path) -> None:
             stack.append(end)
     names = {event["args"]["name"] for event in body["traceEvents"] if event["name"] == "process_name"}
     assert {"trainer", "evaluations"} <= names
-    assert {"trajectories on host0 (of all 9 groups of 4 train steps)"} <= names
+    assert {"trajectories on host0 (of all 9 groups)"} <= names
     flat = {name: (begin, end) for slices in tracks.values() for begin, end, name in slices}
     assert flat["group 6"] == (1_000_000, 8_000_000)
     assert flat["update 6"][1] == 8_000_000
