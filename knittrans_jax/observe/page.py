@@ -59,9 +59,11 @@ path.grid{stroke:var(--grid);stroke-width:1} .axis,.zero{stroke:var(--soft);stro
 --good:#00543a;--bad:#8c1d18;--warn:#6b4500;
 --p0:#0072b2;--p1:#d55e00;--p2:#009e73;--p3:#b04f8b;--p4:#e69f00;--p5:#56b4e9;--p6:#7a7f87}
 @page{margin:14mm 12mm} html{font-size:13px} body{font-size:1rem} main{max-width:none;padding:0}
-.grid{grid-template-columns:repeat(2,1fr);gap:8px} .tiles{grid-template-columns:repeat(6,1fr)} table{font-size:.8rem}
+.grid{display:block} .grid>*{display:inline-block;width:49%;margin:0 .7% 7px 0;vertical-align:top}
+.grid>.wide{display:block;width:auto} .tiles{display:grid;grid-template-columns:repeat(6,1fr);gap:6px}
+.tiles>*{width:auto;margin:0} table{font-size:.8rem}
 th,td{padding:.15rem .3rem} h2{margin-top:1.2rem} .tile{padding:5px 7px} .tile b{font-size:1.1rem}
-section,figure,.card,.tile,tr{break-inside:avoid} h2,h3,.note{break-after:avoid}
+figure,.card,.tile,tr,.note,dl{break-inside:avoid} h2,h3,.note{break-after:avoid}
 *{-webkit-print-color-adjust:exact;print-color-adjust:exact}
 details:not([open]){display:none} .scroll{overflow:visible}}
 """

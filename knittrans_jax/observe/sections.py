@@ -10,7 +10,7 @@ from knittrans_jax.observe.charts import Axis, Series
 from knittrans_jax.observe.history import RunHistory, count_mean
 from knittrans_jax.observe.page import Key, figure, section, table
 from knittrans_jax.observe.record import UpdateRecord
-from knittrans_jax.observe.series import by_train_step, histogram, interval, smoothed, update_bins, wilson
+from knittrans_jax.observe.series import UPDATE_BINS, by_train_step, histogram, interval, smoothed, update_bins, wilson
 from knittrans_jax.observe.summary import Summary
 from knittrans_jax.observe.table import duration, size
 from knittrans_jax.observe.timeline import KEYS, legend_note, timeline
@@ -39,6 +39,7 @@ def learning(history: RunHistory, summary: Summary) -> str:
         UPDATE,
         Axis("mean reward", low=0.0),
     )
+    binned = len(updates) > UPDATE_BINS
     shares = [one.exact_share for one in summary.heldout]
     bands = [wilson(one.exact, one.questions) for one in summary.heldout]
     heldout = charts.line_chart(
@@ -48,7 +49,7 @@ def learning(history: RunHistory, summary: Summary) -> str:
         Axis("held-out questions answered exactly", low=0.0, high=1.0, percent=True),
     )
     parts = [
-        figure("Reward", reward, [Key("mean over updates", 0), Key("spread over updates", 0, "band")]),
+        figure("Reward", reward, [Key("mean over updates", 0), Key("spread over updates", 0, "band")][: 1 + binned]),
         figure(
             "Held-out accuracy", heldout, [Key("exact answers", 2, "dot"), Key("95 % interval (Wilson)", 2, "band")]
         ),

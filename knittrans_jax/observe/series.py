@@ -31,8 +31,9 @@ def smoothed(name: str, updates: Sequence[UpdateRecord], value: Callable[[Update
 
 
 def by_train_step(updates: Sequence[UpdateRecord], every: int) -> list[list[UpdateRecord]]:
-    """Updates by train step, the last one perhaps not whole."""
-    return [list(updates[i : i + every]) for i in range(0, len(updates), every)]
+    """Updates by train step. A last one that the run's end cut short has early mini-batches only: left out beside others."""
+    steps = [list(updates[i : i + every]) for i in range(0, len(updates), every)]
+    return steps[:-1] if len(steps) > 1 and len(steps[-1]) < every else steps
 
 
 def update_bins(updates: Sequence[UpdateRecord]) -> tuple[list[list[UpdateRecord]], list[float]]:

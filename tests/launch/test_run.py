@@ -24,6 +24,7 @@ admission: {look_ahead_groups: 2}
 rollout: {slots: 8, cache_tokens: 16, max_answer_tokens: 3}
 train: {updates: 6, row_tokens: 32, micro_batch_rows: 2, encoder_row_patches: 8}
 eval: {every_updates: 4, prompts: 4, final_prompts: 8}
+observe: {prometheus_port: 0}
 """
 
 
@@ -72,6 +73,7 @@ def test_a_run_finishes_with_one_json_object_that_adds_up(run: "subprocess.Popen
     assert [line["update"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert all(sum(line["accounts"].values()) >= line["accounts"]["consumed"] == 2 * line["update"] for line in lines)
     assert all(line["composition"] == {"domain": {"even": 1, "odd": 1}} for line in lines[::2])
+    assert (folder / "logs" / "scheduler.log").read_text().startswith("Prometheus: http://127.0.0.1:")
     assert_pages_are_those_of_the_log(folder, summary)
 
 

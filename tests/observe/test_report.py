@@ -23,7 +23,7 @@ from knittrans_jax.observe.compare import Run, comparison, figures_of
 from knittrans_jax.observe.history import RunHistory, history_of
 from knittrans_jax.observe.lives import Lives
 from knittrans_jax.observe.report import report
-from knittrans_jax.observe.series import wilson
+from knittrans_jax.observe.series import by_train_step, wilson
 from knittrans_jax.observe.summary import summary_of
 from knittrans_jax.observe.trace import lanes, trace
 
@@ -101,6 +101,13 @@ def test_a_run_that_ended_early_has_a_report_and_a_trace_that_say_so(tmp_path: P
     assert json.loads(trace(one))["otherData"]["groups_left_out"] == 0
 
 
+def test_a_train_step_that_the_end_cut_short_does_not_stand_beside_whole_ones(tmp_path: Path) -> None:
+    updates = history(tmp_path).updates
+    assert [[one.update for one in step] for step in by_train_step(updates[:5], K)] == [[1, 2], [3, 4]]
+    assert [[one.update for one in step] for step in by_train_step(updates[:1], K)] == [[1]]
+    assert by_train_step([], K) == []
+
+
 def test_what_is_compiled_late_is_a_warning_that_names_the_program_and_the_shape(tmp_path: Path) -> None:
     log = events()
     late = next(i for i, one in enumerate(log) if isinstance(one, ev.Consumed) and one.update == 5)
@@ -122,7 +129,9 @@ def test_a_process_started_anew_warms_up_anew(tmp_path: Path) -> None:
 
 def test_tools_and_what_roles_counted_are_shown(tmp_path: Path) -> None:
     counted = {"tool_calls": 12.0, "tool_calls_emulated": 12.0, "tool_wait_s": 3.5, "odd_counter": 7.0}
-    one = history(tmp_path, [*events()[:-1], ev.RoleReport(time_s=9.9, role="rollout-host9", counters=counted), events()[-1]])
+    one = history(
+        tmp_path, [*events()[:-1], ev.RoleReport(time_s=9.9, role="rollout-host9", counters=counted), events()[-1]]
+    )
     words = Page(report_of(one)).words
     assert "of which emulated: no tool was called" in words
     assert "rollout-host9: odd_counter" in words
