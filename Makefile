@@ -10,14 +10,16 @@ SHELL := bash
 
 VENV := .venv
 VENV_TPU := .venv-tpu
+VENV_PARITY := .venv-parity
 READY := $(VENV)/.ready
 READY_TPU := $(VENV_TPU)/.ready
+READY_PARITY := $(VENV_PARITY)/.ready
 PYTEST_ARGS ?=
 
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-.PHONY: help demo test lint typecheck test-tpu-compile clean
+.PHONY: help demo test lint typecheck test-tpu-compile test-parity clean
 
 help:
 	@echo "make demo              train the grid-lookup agent on this machine's CPU"
@@ -25,6 +27,7 @@ help:
 	@echo "make lint              ruff"
 	@echo "make typecheck         basedpyright"
 	@echo "make test-tpu-compile  compile every program for TPU topologies; needs no TPU"
+	@echo "make test-parity       compare the models with transformers, on CPU"
 	@echo "make clean             remove the environments and caches (not the runs)"
 
 demo: $(READY)
@@ -44,12 +47,20 @@ test-tpu-compile: $(READY_TPU)
 	$(VENV_TPU)/bin/python -c 'import libtpu'
 	$(VENV_TPU)/bin/python -m pytest tests/tpu $(PYTEST_ARGS)
 
+# transformers warns of its own future. Any build of torch will do; where pip finds one for CPU only, it is the smallest.
+test-parity: $(READY_PARITY)
+	$(VENV_PARITY)/bin/python -c 'import torch, transformers'
+	$(VENV_PARITY)/bin/python -m pytest tests/parity -o filterwarnings=default $(PYTEST_ARGS)
+
 # A stamp, so that nothing is installed again while pyproject.toml is the same.
 $(READY): pyproject.toml
 	$(call environment,$(VENV),.[dev])
 
 $(READY_TPU): pyproject.toml
 	$(call environment,$(VENV_TPU),.[dev$(comma)tpu])
+
+$(READY_PARITY): pyproject.toml
+	$(call environment,$(VENV_PARITY),.[dev$(comma)parity])
 
 comma := ,
 
@@ -61,4 +72,4 @@ define environment
 endef
 
 clean:
-	rm -rf $(VENV) $(VENV_TPU) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VENV_TPU) $(VENV_PARITY) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

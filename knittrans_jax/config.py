@@ -40,9 +40,16 @@ class TaskConfig(Section, frozen=True):
 
 
 class ModelSection(Section, frozen=True):
-    """`preset`: a name in `knittrans_jax.models.config.PRESETS`."""
+    """`preset`: a name in `knittrans_jax.models.config.PRESETS`, with random weights; or `path`: a Hugging Face checkpoint.
+
+    `dtype` is what the model computes in; parameters, norms, softmax and log-probs are float32 either way. `remat` recomputes
+    each layer in the backward pass instead of keeping its activations.
+    """
 
     preset: str = "tiny"
+    path: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: bool = False
 
 
 class Bound(Section, frozen=True):

@@ -46,7 +46,9 @@ def sampler_shapes(rollout: RolloutConfig, limits: TaskLimits, model: ModelConfi
     if not limits.image_shapes or not limits.images_per_turn:
         return shapes
     if model.vision is None:
-        raise EngineError("the task shows images, but the model has no vision: choose another model.preset")
+        raise EngineError(
+            "the task shows images, but the model has no vision: choose another model.preset or model.path"
+        )
     tokens = max_image_tokens(limits, model.vision.patch_size, model.vision.merge_size)
     images = limits.images_per_turn
     if limits.tool_calls:

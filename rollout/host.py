@@ -33,7 +33,8 @@ from knittrans_jax.launch.messages import (
     GroupFailure,
     Report,
 )
-from knittrans_jax.models import Params, abstract_model, preset
+from knittrans_jax.models import Params
+from knittrans_jax.models.run_model import run_model
 from knittrans_jax.observe.compilations import CompilationCounter
 from knittrans_jax.rollout.engine import Engine
 from knittrans_jax.rollout.putter import GroupPutter
@@ -76,7 +77,7 @@ def run_rollout(config: Config, run_dir: Path, index: int, stop: threading.Event
     compilations = CompilationCounter()
     name = f"host{index}"
     task = load_task(config.task, config.seed)
-    model, template = abstract_model(preset(config.model.preset, task.vocabulary.size))
+    model, template = run_model(config.model, task.vocabulary)
     engine = Engine(model, task, config.rollout, config.seed, unit=name)
     engine.warm_up(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), template))
     if stop.is_set():

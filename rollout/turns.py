@@ -103,7 +103,9 @@ class TurnEncoder:
 
     def _image(self, pixels: np.ndarray, digest: str) -> Image:
         if self._vision is None:
-            raise ValueError("a turn shows a picture, but the model has no vision: choose another model.preset")
+            raise ValueError(
+                "a turn shows a picture, but the model has no vision: choose another model.preset or model.path"
+            )
         if pixels.shape not in self._limits.image_shapes:
             raise ValueError(
                 f"a turn shows a picture of {pixels.shape}; the task's limits.image_shapes are {self._limits.image_shapes}"

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from knittrans_jax.config import Config, ConfigError
-from knittrans_jax.models import abstract_model, build_model, preset
+from knittrans_jax.models.run_model import initial_params, model_config, run_model
 from knittrans_jax.rollout.tasks.base import Task
 from knittrans_jax.train.state import TrainState, init_state, make_optimizer
 from knittrans_jax.train.step import StepPrograms
@@ -60,7 +60,7 @@ class TrainSetup:
 
 def build_programs(config: Config, task: Task, mesh: Mesh) -> StepPrograms:
     """The step programs; no arrays are made."""
-    model, _ = abstract_model(preset(config.model.preset, task.vocabulary.size))
+    model, _ = run_model(config.model, task.vocabulary)
     optimizer = make_optimizer(config.train.optimizer, config.train.updates)
     return StepPrograms(
         model, config.train.objective, optimizer, mesh, tuple(task.sampled_ids), config.rollout.temperature
@@ -69,7 +69,7 @@ def build_programs(config: Config, task: Task, mesh: Mesh) -> StepPrograms:
 
 def pack_spec(config: Config, task: Task) -> PackSpec:
     """What packing must know of the model and the vocabulary; a text-only model packs no images, so its sizes are idle."""
-    vision = preset(config.model.preset, task.vocabulary.size).vision
+    vision = model_config(config.model, task.vocabulary).vision
     if vision is None:
         return PackSpec(patch_size=1, merge_size=1, channels=1, image_token_id=task.vocabulary.image)
     return PackSpec(
@@ -81,8 +81,8 @@ def pack_spec(config: Config, task: Task) -> PackSpec:
 
 
 def set_up_training(config: Config, task: Task, mesh: Mesh) -> TrainSetup:
-    """Programs and version 0. Every process draws the same parameters from `seed`."""
+    """Programs and version 0: the parameters of `model.path`, or the same drawn from `seed` on every process."""
     programs = build_programs(config, task, mesh)
-    _, params = build_model(preset(config.model.preset, task.vocabulary.size), config.seed)
+    params = initial_params(config.model, task.vocabulary, config.seed, programs.replicated)
     replicate = jax.jit(functools.partial(init_state, optimizer=programs.optimizer), out_shardings=programs.replicated)
-    return TrainSetup(programs, replicate(jax.tree.map(jax.device_get, params)), pack_spec(config, task))
+    return TrainSetup(programs, replicate(params), pack_spec(config, task))

@@ -20,7 +20,8 @@ from knittrans_jax.admission.rules import Rules, count_values, rules_of
 from knittrans_jax.admission.storage_room import check_storage
 from knittrans_jax.config import Config, ConfigError
 from knittrans_jax.encoding.patches import grid_of
-from knittrans_jax.models.config import PRESETS, ModelConfig, VisionConfig, preset
+from knittrans_jax.models.config import VisionConfig
+from knittrans_jax.models.run_model import check_files, model_config
 from knittrans_jax.observe.table import size
 from knittrans_jax.observe.tensorboard import check_tensorboard
 from knittrans_jax.rollout.tasks.base import Prompt, Split, Task, max_group_bytes, max_trajectory_tokens
@@ -77,7 +78,8 @@ def check_run(config: Config) -> RunArithmetic:
     if config.observe.tensorboard:
         check_tensorboard()
     task = load_task(config.task, config.seed)
-    model = _model(config, task)
+    model = model_config(config.model, task.vocabulary)
+    check_files(config.model)
     tokens = _check_lengths(config, task, model.vision)
     patches = _check_images(config, task, model.vision)
     prompts = {split: _prompts(config, task, split) for split in ("train", "heldout")}
@@ -96,17 +98,16 @@ def check_run(config: Config) -> RunArithmetic:
     return _arithmetic(config, rules, gate, len(train), heldout, tokens, patches, group_bytes, worst)
 
 
-def _model(config: Config, task: Task) -> ModelConfig:
-    if config.model.preset not in PRESETS:
-        raise ConfigError(
-            f"model.preset: no such preset; expected one of {', '.join(sorted(PRESETS))} (value {config.model.preset!r})"
-        )
-    return preset(config.model.preset, task.vocabulary.size)
+def _named(config: Config) -> tuple[str, str]:
+    """The key that chose the model, and its value."""
+    model = config.model
+    return ("model.preset", model.preset) if model.path is None else ("model.path", model.path)
 
 
 def _check_lengths(config: Config, task: Task, vision: VisionConfig | None) -> int:
     """The longest trajectory, in tokens."""
     rollout, limits = config.rollout, task.limits
+    key, value = _named(config)
     if limits.answer_tokens > rollout.max_answer_tokens:
         raise ConfigError(
             f"rollout.max_answer_tokens: task {config.task.name} has right answers of {limits.answer_tokens} tokens, end "
@@ -115,15 +116,13 @@ def _check_lengths(config: Config, task: Task, vision: VisionConfig | None) -> i
     patch, merge = (1, 1) if vision is None else (vision.patch_size, vision.merge_size)
     if limits.image_shapes and vision is None:
         raise ConfigError(
-            f"model.preset: task {config.task.name} shows images, but this model has no vision encoder "
-            f"(value {config.model.preset!r})"
+            f"{key}: task {config.task.name} shows images, but this model has no vision encoder (value {value!r})"
         )
     try:
         tokens = max_trajectory_tokens(limits, patch, merge, rollout.max_answer_tokens)
     except ValueError as error:
         raise ConfigError(
-            f"model.preset: the images of task {config.task.name} do not fit its patches: {error} "
-            f"(value {config.model.preset!r})"
+            f"{key}: the images of task {config.task.name} do not fit its patches: {error} (value {value!r})"
         ) from error
     longest_s, lease_s = limits.tool_calls * rollout.tool_timeout_s, config.admission.lease_timeout_s
     if longest_s >= lease_s:
@@ -145,11 +144,12 @@ def _check_images(config: Config, task: Task, vision: VisionConfig | None) -> in
     """Encoder patches of the largest image; 0 without images."""
     if vision is None or not task.limits.image_shapes:
         return 0
+    key, value = _named(config)
     for shape in task.limits.image_shapes:
         if shape[2] != vision.channels:
             raise ConfigError(
-                f"model.preset: its encoder takes images of {vision.channels} channels, task {config.task.name} shows "
-                f"{shape[2]} (value {config.model.preset!r})"
+                f"{key}: its encoder takes images of {vision.channels} channels, task {config.task.name} shows "
+                f"{shape[2]} (value {value!r})"
             )
     row, merge = config.train.encoder_row_patches, vision.merge_size
     grids = [grid_of(shape, vision.patch_size, merge) for shape in task.limits.image_shapes]

@@ -150,7 +150,7 @@ def train_programs(config: Config, mesh: Mesh) -> Iterator[Program]:
     import jax
     import jax.numpy as jnp
 
-    from knittrans_jax.models import abstract_model, preset
+    from knittrans_jax.models.run_model import run_model
     from knittrans_jax.rollout.tasks.registry import load_task
     from knittrans_jax.train.setup import build_programs
     from knittrans_jax.train.state import init_state
@@ -158,8 +158,8 @@ def train_programs(config: Config, mesh: Mesh) -> Iterator[Program]:
 
     task = load_task(config.task, config.seed)
     programs = build_programs(config, task, mesh)
-    model = preset(config.model.preset, task.vocabulary.size)
-    _, params = abstract_model(model)
+    structure, params = run_model(config.model, task.vocabulary)
+    model = structure.config
     train, shards = config.train, programs.shards
 
     def shaped(tree: Any, sharding: Any) -> Any:
@@ -218,13 +218,13 @@ def sampler_programs(config: Config, device: Any) -> Iterator[Program]:
     import jax
     from jax.sharding import SingleDeviceSharding
 
-    from knittrans_jax.models import abstract_model, preset
+    from knittrans_jax.models.run_model import run_model
     from knittrans_jax.rollout import sampler
     from knittrans_jax.rollout.device import sampler_shapes
     from knittrans_jax.rollout.tasks.registry import load_task
 
     task = load_task(config.task, config.seed)
-    model, params = abstract_model(preset(config.model.preset, task.vocabulary.size))
+    model, params = run_model(config.model, task.vocabulary)
     shapes = sampler_shapes(config.rollout, task.limits, model.config)
     programs = sampler.sampler_programs(model, shapes, tuple(task.sampled_ids), config.rollout.temperature)
     sharding = SingleDeviceSharding(device)
@@ -239,12 +239,12 @@ def sampler_programs(config: Config, device: Any) -> Iterator[Program]:
 def encoder_rows_per_shard(config: Config, shards: int) -> int:
     """Encoder rows of a shard when every turn of every group of a mini-batch shows another image; 0 without images."""
     from knittrans_jax.encoding.patches import grid_of
-    from knittrans_jax.models.config import preset
+    from knittrans_jax.models.run_model import model_config
     from knittrans_jax.rollout.tasks.registry import load_task
     from knittrans_jax.transfer.plan import bucket_rows
 
     task = load_task(config.task, config.seed)
-    vision = preset(config.model.preset, task.vocabulary.size).vision
+    vision = model_config(config.model, task.vocabulary).vision
     limits = task.limits
     if vision is None or not limits.image_shapes or not limits.images_per_turn:
         return 0

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from knittrans_jax.models.config import ModelConfig
 from knittrans_jax.models.hf_config import CheckpointError, config_to_json, read_json
-from knittrans_jax.models.hf_load import Checkpoint
+from knittrans_jax.models.hf_files import Checkpoint
 from knittrans_jax.models.hf_names import FRAMES, Source, sources
 from knittrans_jax.models.model import Params
 
@@ -93,9 +93,9 @@ def save_params(
         _write_json(
             temporary / "config.json", raw | {"dtype": np.dtype(dtype).name, "torch_dtype": np.dtype(dtype).name}
         )
-        for name in SIDE_FILES if source is not None else ():
-            if (Path(source) / name).is_file():
-                shutil.copyfile(Path(source) / name, temporary / name)
+        for path in [] if source is None else [Path(source) / name for name in SIDE_FILES]:
+            if path.is_file():
+                shutil.copyfile(path, temporary / path.name)
         temporary.rename(directory)
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be written: {error}") from error

@@ -71,12 +71,14 @@ class PictureProcessor:
         found = {
             "patch_size": raw.get("patch_size"),
             "merge_size": raw.get("merge_size"),
-            "size.shortest_edge": raw.get("min_pixels") or size.get("shortest_edge"),
-            "size.longest_edge": raw.get("max_pixels") or size.get("longest_edge"),
+            "min_pixels": raw.get("min_pixels") or size.get("shortest_edge"),
+            "max_pixels": raw.get("max_pixels") or size.get("longest_edge"),
         }
+        sizes: dict[str, int] = {}
         for key, value in found.items():
             if not isinstance(value, int) or value < 1:
                 raise CheckpointError(f"{path}: {key} = {value!r}; expected a positive integer")
+            sizes[key] = value
         if raw.get("resample", BICUBIC) != BICUBIC:
             raise CheckpointError(
                 f"{path}: resample = {raw['resample']!r} is not supported; expected {BICUBIC} (bicubic)"
@@ -87,14 +89,7 @@ class PictureProcessor:
             if len(set(values)) != 1:
                 raise CheckpointError(f"{path}: {key} = {values}: expected the same for every channel")
             statistics[key] = float(values[0])
-        return cls(
-            patch_size=found["patch_size"],
-            merge_size=found["merge_size"],
-            min_pixels=found["size.shortest_edge"],
-            max_pixels=found["size.longest_edge"],
-            pixel_mean=statistics["image_mean"],
-            pixel_std=statistics["image_std"],
-        )
+        return cls(**sizes, pixel_mean=statistics["image_mean"], pixel_std=statistics["image_std"])
 
     def check(self, vision: VisionConfig) -> None:
         """That a model takes what this makes.

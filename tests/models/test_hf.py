@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from knittrans_jax.models import PRESETS, Params, abstract_model, preset
 from knittrans_jax.models.hf_config import CheckpointError, config_from_json, config_to_json, read_config
-from knittrans_jax.models.hf_load import Checkpoint, load_params, read_part
+from knittrans_jax.models.hf_files import Checkpoint
+from knittrans_jax.models.hf_load import load_params, read_part
 from knittrans_jax.models.hf_names import sources
 from knittrans_jax.models.hf_save import save_params
 
