@@ -11,15 +11,24 @@ SHELL := bash
 VENV := .venv
 VENV_TPU := .venv-tpu
 VENV_PARITY := .venv-parity
+VENV_NEWEST := .venv-newest
 READY := $(VENV)/.ready
 READY_TPU := $(VENV_TPU)/.ready
 READY_PARITY := $(VENV_PARITY)/.ready
+READY_NEWEST := $(VENV_NEWEST)/.ready
 PYTEST_ARGS ?=
 
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
 
-.PHONY: help demo test lint typecheck test-tpu-compile test-parity clean
+# A Python at the other end of the version range, where there is one: on the PATH, or installed by pyenv or uv.
+PYTHON_NEWEST ?= $(shell for python in python3.13 python3.12 \
+	$$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[23].*/bin/python \
+	         "$${XDG_DATA_HOME:-$$HOME/.local/share}"/uv/python/cpython-3.1[23]*/bin/python3 2>/dev/null | sort -rV); do \
+	"$$python" -c 'import ensurepip, sys; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
+	&& { echo "$$python"; break; }; done)
+
+.PHONY: help demo test lint typecheck test-tpu-compile test-parity test-newest clean
 
 help:
 	@echo "make demo              train the grid-lookup agent on this machine's CPU"
@@ -28,6 +37,7 @@ help:
 	@echo "make typecheck         basedpyright"
 	@echo "make test-tpu-compile  compile every program for TPU topologies; needs no TPU"
 	@echo "make test-parity       compare the models with transformers, on CPU"
+	@echo "make test-newest       the core of the suite on Python 3.12 or 3.13 with the newest JAX, where one is installed"
 	@echo "make clean             remove the environments and caches (not the runs)"
 
 demo: $(READY)
@@ -52,6 +62,20 @@ test-parity: $(READY_PARITY)
 	$(VENV_PARITY)/bin/python -c 'import torch, transformers'
 	$(VENV_PARITY)/bin/python -m pytest tests/parity -o filterwarnings=default $(PYTEST_ARGS)
 
+# `make test` runs everything on the oldest Python that is there; pip resolves 3.11 to jax 0.10 and 3.12 or 3.13 to jax 0.12.
+# This runs the tests marked `newest` at that other end: a whole run with every role's real processes; for the models cached,
+# packed, scanned, rematerialised and sharded forms against plain ones, and a checkpoint; the encoder's pull-back; the sampler
+# against a full forward pass; the objective and the optimizer against references; loader, weights, control channel, tools and
+# the count of compilations. What else there is, pure decisions and formats, does not depend on the version.
+ifeq ($(PYTHON_NEWEST),)
+test-newest:
+	@echo "test-newest: skipped, no Python 3.12 or 3.13 found; install one, or give PYTHON_NEWEST=/path/to/python"
+else
+test-newest: $(READY_NEWEST)
+	$(VENV_NEWEST)/bin/python -c 'import jax, sys; print("Python", sys.version.split()[0], "with jax", jax.__version__)'
+	$(VENV_NEWEST)/bin/python -m pytest -m newest --ignore tests/tpu --ignore tests/parity $(PYTEST_ARGS)
+endif
+
 # A stamp, so that nothing is installed again while pyproject.toml is the same.
 $(READY): pyproject.toml
 	$(call environment,$(VENV),.[dev])
@@ -61,6 +85,10 @@ $(READY_TPU): pyproject.toml
 
 $(READY_PARITY): pyproject.toml
 	$(call environment,$(VENV_PARITY),.[dev$(comma)parity])
+
+$(READY_NEWEST): PYTHON := $(PYTHON_NEWEST)
+$(READY_NEWEST): pyproject.toml
+	$(call environment,$(VENV_NEWEST),.[dev])
 
 comma := ,
 
@@ -72,4 +100,4 @@ define environment
 endef
 
 clean:
-	rm -rf $(VENV) $(VENV_TPU) $(VENV_PARITY) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VENV_TPU) $(VENV_NEWEST) $(VENV_PARITY) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

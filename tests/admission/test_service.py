@@ -58,6 +58,7 @@ def send_rubbish(run_dir: Path, body: bytes) -> None:
         sock.recv_multipart()
 
 
+@pytest.mark.newest
 def test_it_serves_all_roles_makes_events_durable_and_ends_with_the_reason(
     process: subprocess.Popen[str], tmp_path: Path
 ):

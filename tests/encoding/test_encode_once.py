@@ -34,6 +34,7 @@ def use(rows: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sin(rows) * weights)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("chunk_rows", [1, 2, 4, 6, 100])
 def test_gradient_equals_differentiating_through_every_use(problem: Any, chunk_rows: int):
     params, images, index, weights = problem

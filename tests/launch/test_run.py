@@ -55,6 +55,7 @@ def wait_until_it_trains(run: "subprocess.Popen[str]", tmp_path: Path) -> dict[s
     return roles
 
 
+@pytest.mark.newest
 @pytest.mark.slow
 def test_a_run_finishes_with_one_json_object_that_adds_up(run: "subprocess.Popen[str]", tmp_path: Path) -> None:
     output, errors = run.communicate(timeout=240)

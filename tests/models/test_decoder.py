@@ -115,6 +115,7 @@ def feed(cache: KVCache, fed: list[int], takes: list[int], width: int):
     return [out[slot, :take] for slot, take in enumerate(takes)], cache
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(("width", "seed"), [(1, 0), (4, 1), (11, 2)])
 def test_cached_extension_equals_the_full_forward(width: int, seed: int):
     """Token by token, in ragged chunks with idle slots, and in one prefill."""

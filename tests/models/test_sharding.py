@@ -63,6 +63,7 @@ def test_errors_name_the_parameter(rules: Any, sizes: dict[str, int], message: s
         param_specs(SHAPES, rules, sizes)
 
 
+@pytest.mark.newest
 def test_eight_devices_under_a_mesh_of_every_axis_compute_what_one_device_computes():
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_NUMPY_DTYPE_PROMOTION": "strict"}
     script = Path(__file__).with_name("sharding_process.py")

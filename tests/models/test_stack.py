@@ -37,6 +37,7 @@ def forward_backward_and_extend(remat: bool) -> Any:
     return everything(PARAMS["decoder"], VISUAL)
 
 
+@pytest.mark.newest
 def test_a_scanned_stack_and_a_rematerialised_one_equal_the_unrolled_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stack_module, "UNROLLED_LAYERS", 8)
     expected = forward_backward_and_extend(remat=False)

@@ -61,6 +61,7 @@ def encode(
     return encoder_apply(ENCODER, params, normalise_pixels(patches, VISION), coords, grids, segments)
 
 
+@pytest.mark.newest
 def test_pictures_packed_into_a_row_equal_them_alone_and_padding_is_zero():
     first, second = picture(1, 8, 8), picture(2, 16, 24)
     packed = encode(*pack([[first, second]], 40))

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from knittrans_jax.observe.compilations import describe
 from knittrans_jax.observe.record import Compilations
 
@@ -30,6 +32,7 @@ print(len(counter.take_untold()), counter.count)
 """
 
 
+@pytest.mark.newest
 def test_a_compilation_is_told_by_program_and_by_the_argument_that_is_new() -> None:
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr

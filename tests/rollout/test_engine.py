@@ -50,6 +50,7 @@ def by_id(results: Results) -> dict[int, FinishedGroup]:
     return {group.meta.group_id: group for group in results.finished}
 
 
+@pytest.mark.newest
 def test_behaviour_logprobs_are_those_of_a_full_forward_pass():
     task = GridLookup({}, 0)
     made = engine(task)
@@ -359,6 +360,7 @@ def test_nothing_happens_while_paused_and_everything_goes_on_afterwards():
     assert_same_samples(made.finish().finished[0], engine().generate(leases(0), MEMBERS).finished[0])
 
 
+@pytest.mark.newest
 def test_nothing_compiles_after_the_first_weights():
     made = engine()
     counter = CompilationCounter()

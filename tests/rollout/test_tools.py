@@ -80,6 +80,7 @@ def test_functions_and_coroutines_run_beside_the_caller_and_fail_by_themselves()
     runner.close()
 
 
+@pytest.mark.newest
 def test_a_tool_that_hangs_ends_at_its_deadline_and_its_late_result_is_dropped():
     runner = ToolRunner(0.2)
     release, cancelled = threading.Event(), threading.Event()

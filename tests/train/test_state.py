@@ -42,6 +42,7 @@ def reference() -> optax.GradientTransformation:
     )
 
 
+@pytest.mark.newest
 @jax.numpy_dtype_promotion("standard")  # optax's Adam raises a float to an int
 def test_it_is_adamw_with_clipping_and_decay_of_matrices_only(form: str) -> None:
     optimizer, expected = make_optimizer(CONFIG, UPDATES), reference()

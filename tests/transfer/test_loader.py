@@ -328,6 +328,7 @@ def options(scheduler: object, **changes: object) -> LoaderOptions:
     return LoaderOptions(**fields)
 
 
+@pytest.mark.newest
 def test_a_restored_cursor_goes_on_with_the_plan_after_it(world: World):
     setup = world.setup(1)
     loader = ChunkLoader(options(FakeScheduler(setup, "train0")))

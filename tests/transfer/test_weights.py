@@ -87,6 +87,7 @@ def test_parameters_may_be_donated_once_write_returned(tmp_path: Path):
         assert (WeightReader(tmp_path).read(version)["decoder.kernel"] == 2.0**version).all()
 
 
+@pytest.mark.newest
 def test_two_processes_write_disjoint_shards_that_make_a_whole(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = str(sock.getsockname()[1])
