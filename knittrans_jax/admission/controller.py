@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.gate import LaunchGate
-from knittrans_jax.admission.policy import Policy, Waiting
+from knittrans_jax.admission.policy import Policy, Waiting, drop_reason
 from knittrans_jax.admission.prompts import PromptOrder
 from knittrans_jax.admission.state import AdmissionState, Group
+from knittrans_jax.trajectory import GroupMeta
 
 
 class Controller:
@@ -60,6 +61,24 @@ class Controller:
             host=host,
             version=state.published,
         )
+
+    def filtered(self, meta: GroupMeta, now_s: float) -> ev.Filtered | None:
+        """The event that drops a group just ready, if the batch's filter or token budget does."""
+        reason = drop_reason(self.state.rules, meta)
+        return None if reason is None else ev.Filtered(time_s=now_s, group_id=meta.group_id, reason=reason)
+
+    def stale(self, now_s: float) -> list[tuple[Group, ev.Expired]]:
+        """Ready groups beyond the staleness bound, with the events that end them: to be applied before a mini-batch is chosen.
+
+        `drop` leaves the prompt to the next epoch; `retry` launches it again, and so does `wait`, where the batch's rules left
+        no place for it in time.
+        """
+        rules, found = self.state.rules, []
+        for group in self.state.stale():
+            reason = f"beyond admission.staleness_bound = {rules.staleness_bound} updates"
+            retry = rules.on_stale != "drop"
+            found.append((group, ev.Expired(time_s=now_s, group_id=group.group_id, reason=reason, retry=retry)))
+        return found
 
     def next_mini_batch(self) -> tuple[Group, ...] | Waiting | None:
         """The groups to admit now, or what is missing; None: as many are admitted ahead as may be."""

@@ -116,6 +116,10 @@ class RolloutDesk:
             fault = self._fault(meta, unit, group.version)
             if fault is None:
                 self._emit(ev.Ready(time_s=now_s, group=meta, episode_retries=done.episode_retries))
+                filtered = self.controller.filtered(meta, now_s)
+                if filtered is not None:
+                    self._emit(filtered)
+                    self.room.release(unit, meta.group_id)
                 return
             self.counters["malformed_groups"] += 1
             self._emit(

@@ -86,12 +86,27 @@ class Lost(Event, frozen=True, kw_only=True):
     reason: str
 
 
-class Relaxed(Event, frozen=True, kw_only=True):
-    """A rule of the train batch under way could not be met and was dropped, for this batch (`on_starvation: relax`)."""
+class Starved(Event, frozen=True, kw_only=True):
+    """The trainer has waited for `admission.starvation_s`, or for what cannot come; the run goes on all the same."""
 
     rule: str
     value: str
     missing: int
+    in_flight: int
+    waited_s: float
+    reason: str
+
+
+class Relaxed(Event, frozen=True, kw_only=True):
+    """A rule of the train batch under way could not be met and was dropped, for this batch (`on_starvation: relax`).
+
+    `kinds`: what would have helped to meet it; the launch gate counts on them no more for this batch.
+    """
+
+    rule: str
+    value: str
+    missing: int
+    kinds: tuple[tuple[str, ...], ...]
 
 
 class TrainGroupFormed(Event, frozen=True, kw_only=True):
@@ -184,6 +199,7 @@ AnyEvent = (
     | Filtered
     | Expired
     | Lost
+    | Starved
     | Relaxed
     | TrainGroupFormed
     | Admitted

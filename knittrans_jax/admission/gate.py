@@ -67,7 +67,7 @@ class LaunchGate:
         """Groups launched beyond the gate."""
         self._by_kind: Mapping[Kind, int] = {}
         if look_ahead == "auto":
-            most = AUTO_BATCHES * rules.groups
+            most = min(AUTO_BATCHES * rules.groups, _most_within_bound(rules))
             self.most_look_ahead_groups = most if most_look_ahead is None else min(most, most_look_ahead)
             self.auto = AutoLookAhead(rules, self.most_look_ahead_groups)
         elif isinstance(look_ahead, Mapping):
@@ -79,6 +79,7 @@ class LaunchGate:
             self._by_kind = {k: -(-look_ahead * n // rules.groups) for k, n in self._composition.items()}
         quotas = [rules.quota(kind) for kind in self._kinds]
         self._exact = all(quota.least == quota.most for quota in quotas) or len(quotas) == 1
+        self._exact = self._exact and not rules.final_attributes
         self._targets: dict[Kind, int] = {}
         self._targets_at = -1
 
@@ -128,8 +129,13 @@ class LaunchGate:
         """
         if state.published < 0:
             return None
-        kind = self._within(state, has_prompt)
-        return self._missing(state, has_prompt) if kind is None and not self._exact else kind
+        given_up = state.batch.given_up
+
+        def available(kind: Kind) -> bool:
+            return kind not in given_up and has_prompt(kind)
+
+        kind = self._within(state, available)
+        return self._missing(state, available) if kind is None and (given_up or not self._exact) else kind
 
     def used_up(self, state: AdmissionState) -> bool:
         """Whether the gate itself, not a lack of slots, is what keeps more groups from being launched."""
@@ -176,7 +182,7 @@ class LaunchGate:
             over = live_by_kind[kind] - target
             if over >= 0:
                 surplus += over
-            else:
+            elif kind not in state.batch.given_up:
                 lack -= over
                 lacking.append((over / counts[kind], kind))
         if surplus - lack >= self.look_ahead_groups:
@@ -201,25 +207,47 @@ class LaunchGate:
         """Whether, after one more of this kind, at most `L` launched groups are of no use to the batch under way."""
         if state.batch.train_step >= self._targets_at:
             return True  # its groups are not due yet: all that is launched for it is look-ahead
-        pool = dict(state.accounts.pool_by_kind)
-        pool[kind] += 1
+        pool = _pool(state)
+        pool[kind] = pool.get(kind, 0) + 1
         return sum(pool.values()) - state.batch.completion.usable(pool) <= self.look_ahead_groups
 
     def _missing(self, state: AdmissionState, has_prompt: Callable[[Kind], bool]) -> Kind | None:
         """By rule 3."""
-        batch, accounts = state.batch, state.accounts
+        batch, live = state.batch, state.accounts.live_by_kind
         if batch.train_step >= self._targets_at:
             return None  # its groups are not due yet
-        pool = dict(accounts.pool_by_kind)
+        pool = _pool(state)
         before = batch.completion.usable(pool)
         if before >= batch.completion.slots_left:
             return None
-        for kind in self._kinds:
-            pool[kind] += 1
-            if batch.completion.usable(pool) > before and has_prompt(kind):
+        for kind in sorted(self._kinds, key=lambda one: (live[one] - self._targets[one], one)):
+            pool[kind] = pool.get(kind, 0) + 1
+            if has_prompt(kind) and batch.completion.usable(pool) > before:
                 return kind
             pool[kind] -= 1
         return None
+
+
+def _pool(state: AdmissionState) -> dict[Kind, int]:
+    """Launched and not yet admitted: finished groups by what they turned out to be, the others by their prompt's kind."""
+    accounts = state.accounts
+    if not state.rules.final_attributes:
+        return dict(accounts.pool_by_kind)
+    pool = {kind: count for kind, count in accounts.ready_by_kind.items() if count}
+    in_flight, values = dict(accounts.pool_by_kind), len(state.rules.prompt_attributes)
+    for kind, count in pool.items():
+        in_flight[kind[:values]] -= count
+    return {**pool, **{kind: count for kind, count in in_flight.items() if count}}
+
+
+def _most_within_bound(rules: Rules) -> int:
+    """The most look-ahead of which no group gets older than the staleness bound while it waits its turn.
+
+    Look-ahead groups are sampled by the version that begins a batch and trained on in the first mini-batches of the next one.
+    """
+    if rules.staleness_bound is None:
+        return AUTO_BATCHES * rules.groups
+    return max(0, rules.staleness_bound - rules.mini_batches + 1) * rules.mini_batch_groups
 
 
 def make_gate(config: Config, rules: Rules, group_bytes: int) -> LaunchGate:

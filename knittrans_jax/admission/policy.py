@@ -176,17 +176,21 @@ def drop_reason(rules: Rules, meta: GroupMeta) -> str | None:
     return None
 
 
-def unfinishable(state: AdmissionState, supply: Mapping[Kind, int]) -> Waiting | None:
+def unfinishable(
+    state: AdmissionState, supply: Mapping[Kind, int], in_flight: Mapping[Kind, int] | None = None
+) -> Waiting | None:
     """What the train batch under way will lack even if all comes that is in flight or may still be launched; None: nothing.
 
     Args:
         state: as it is.
         supply: groups that may still be launched, by kind; kinds that it does not name have none left.
+        in_flight: how many of those in flight count, for kinds whose own number does not.
     """
     rules, accounts, completion = state.rules, state.accounts, state.batch.completion
     pool: dict[Kind, int] = dict(accounts.ready_by_kind)
     for kind in rules.kinds:
-        coming = accounts.in_flight_of(kind) + supply.get(kind, 0)
+        flying = accounts.in_flight_of(kind) if in_flight is None or kind not in in_flight else in_flight[kind]
+        coming = flying + supply.get(kind, 0)
         pool[kind] = pool.get(kind, 0) + coming
     wanted = completion.slots_left
     missing = wanted - completion.usable(pool)
@@ -196,22 +200,24 @@ def unfinishable(state: AdmissionState, supply: Mapping[Kind, int]) -> Waiting |
         return Waiting("batch.quotas", "what is left of the data set", missing, accounts.in_flight, rules.kinds)
     shortage = completion.shortage(pool, wanted)
     assert shortage is not None
-    in_flight = sum(accounts.in_flight_of(kind) for kind in shortage.kinds)
-    return Waiting(shortage.rule, shortage.value, shortage.missing, in_flight, shortage.kinds)
+    coming = sum(accounts.in_flight_of(kind) for kind in shortage.kinds)
+    return Waiting(shortage.rule, shortage.value, shortage.missing, coming, shortage.kinds)
 
 
-def hopeless(state: AdmissionState, waiting: Waiting) -> str | None:
-    """Why what is waited for will not come by waiting: every prompt that could help was dropped since one was admitted.
+def hopeless(state: AdmissionState) -> Waiting | None:
+    """What the train batch under way needs and will not get, because all prompts that have it are dropped; None: nothing.
 
-    Groups are dropped by a filter, or because their own flight takes longer than the staleness bound.
+    A kind is given up when as many of its groups as it has prompts were dropped, by a filter or because their own flight takes
+    longer than the staleness bound, since one of them was last admitted.
     """
-    prompts, dropped = state.rules.prompts, state.dropped_in_a_row
-    if not prompts or not waiting.kinds or not dropped:
+    prompts, dropped, slots = state.rules.prompts, state.dropped_in_a_row, state.batch.completion.slots_left
+    if not prompts or not dropped:
         return None
-    if any(dropped.get(kind, 0) < max(1, prompts.get(kind, 0)) for kind in waiting.kinds):
+    supply = {k: 0 if dropped.get(k, 0) >= max(1, prompts.get(k, 0)) else slots for k in state.rules.kinds}
+    if all(supply.values()):
         return None
-    count = sum(dropped[kind] for kind in waiting.kinds)
-    return f"the last {count} groups that could help were all dropped (batch.drop_equal_rewards, admission.staleness_bound)"
+    waiting = unfinishable(state, supply, in_flight={kind: 0 for kind, count in supply.items() if not count})
+    return None if waiting is None else dataclasses.replace(waiting, kinds=tuple(k for k, n in supply.items() if not n))
 
 
 def _age(group: Group) -> int:

@@ -24,7 +24,7 @@ from knittrans_jax.admission.desk import RolloutDesk
 from knittrans_jax.admission.evaluation import Evaluations
 from knittrans_jax.admission.figures import RunFigures, unique_payload_bytes
 from knittrans_jax.admission.gate import make_gate
-from knittrans_jax.admission.policy import Waiting, make_policy
+from knittrans_jax.admission.policy import Waiting, hopeless, make_policy
 from knittrans_jax.admission.prompts import PromptOrder
 from knittrans_jax.admission.rules import rules_of
 from knittrans_jax.admission.state import AdmissionState
@@ -38,8 +38,16 @@ from knittrans_jax.transfer import tickets
 
 MAX_PARKED = 4096
 """More waiting requests than this are refused: every role has at most a few outstanding."""
-COUNTERS = ("duplicate_updates", "duplicate_weights", "refused", "waits", "parked_refused")
-"""Requests that changed nothing, by reason; `waits` are answers `Wait`."""
+COUNTERS = (
+    "duplicate_updates",
+    "duplicate_weights",
+    "refused",
+    "waits",
+    "parked_refused",
+    "starvations",
+    "relaxed_rules",
+)
+"""Requests that changed nothing, by reason; `waits` are answers `Wait`; what starvation led to where the run went on."""
 
 
 class Layout(Protocol):
@@ -126,6 +134,7 @@ class SchedulerCore:
         self._events: list[ev.AnyEvent] = []
         self._replies: list[tuple[Hashable, msg.Reply]] = []
         self._starving: tuple[str, str, int] | None = None
+        self._hopeless: tuple[int, str, str] | None = None
         self._waiting_since_s = 0.0
         self._ending_since_s = 0.0
         self._told_to_stop: set[str] = set()
@@ -347,6 +356,10 @@ class SchedulerCore:
         state = self.state
         self.waiting = None
         while state.admitted_updates < self.config.train.updates:
+            for group, expired in self.controller.stale(self._now_s):
+                assert group.meta is not None
+                self.desk.room.release(group.meta.unit, group.group_id)
+                self._emit(expired)
             choice = self.controller.next_mini_batch()
             if choice is None or isinstance(choice, Waiting):
                 self.waiting = choice
@@ -405,6 +418,13 @@ class SchedulerCore:
     def _check_starvation(self) -> None:
         """The trainer has nothing to do, and what is missing has not become less, for `starvation_s`."""
         waiting, state, updates = self.waiting, self.state, self.config.train.updates
+        lost = None if waiting is None else hopeless(state)
+        if lost is not None and (state.batch.train_step, lost.rule, lost.value) != self._hopeless:
+            self._hopeless = (state.batch.train_step, lost.rule, lost.value)
+            count = sum(state.dropped_in_a_row[kind] for kind in lost.kinds)
+            why = "batch.drop_equal_rewards, batch.mini_batch_tokens or admission.staleness_bound"
+            self._starved(lost, 0.0, f"waits in vain (the last {count} groups that could help were all dropped: {why})")
+            return
         key: tuple[str, str, int] | None = None
         if state.plans:
             pass
@@ -428,11 +448,30 @@ class SchedulerCore:
                 f"({detail}{f': {count}' if count else ''}); hosts seen: {', '.join(sorted(self.desk.seen_s)) or 'none'}"
             )
         else:
-            failure = f"; last failure: {self.state.last_failure}" if self.state.last_failure else ""
+            self._starved(waiting, waited_s, f"waits since {waited_s:.0f} s (admission.starvation_s)")
+
+    def _starved(self, waiting: Waiting, waited_s: float, why: str) -> None:
+        """What is missing does not come: `admission.on_starvation` decides. All three ways go into the log."""
+        state, what = self.state, self.config.admission.on_starvation
+        self._waiting_since_s = self._now_s
+        if what == "relax" and state.batch.completion.copy().relax(waiting.rule, waiting.value):
+            missing = waiting.missing
+            self._emit(
+                ev.Relaxed(
+                    time_s=self._now_s, rule=waiting.rule, value=waiting.value, missing=missing, kinds=waiting.kinds
+                )
+            )
+            self.counters["relaxed_rules"] += 1
+        elif what == "wait":
+            figures = {name: getattr(waiting, name) for name in ("rule", "value", "missing", "in_flight")}
+            self._emit(ev.Starved(time_s=self._now_s, **figures, waited_s=waited_s, reason=why))
+            self.counters["starvations"] += 1
+        else:
+            failure = f"; last failure: {state.last_failure}" if state.last_failure else ""
+            rigid = "; this rule cannot be relaxed" if what == "relax" else ""
             self.end(
-                f"error: update {self.state.admitted_updates} waits since {waited_s:.0f} s "
-                f"(admission.starvation_s) for {waiting}; published version {self.state.published}, groups "
-                f"{ {name: count for name, count in self.state.accounts.as_dict().items() if count} }{failure}"
+                f"error: update {state.admitted_updates} {why} for {waiting}{rigid}; published version {state.published}, "
+                f"groups { {name: count for name, count in state.accounts.as_dict().items() if count} }{failure}"
             )
 
     # --- status and end --------------------------------------------------------------------------------------------------

@@ -62,6 +62,8 @@ class Batch:
     failed: set[str] = dataclasses.field(default_factory=set)
     """Prompts whose group failed while this batch was being filled."""
     admitted: dict[Kind, int] = dataclasses.field(default_factory=dict)
+    given_up: set[Kind] = dataclasses.field(default_factory=set)
+    """Launched kinds that a relaxed rule waited for: they are not counted on any more."""
 
 
 class AdmissionState:
@@ -216,6 +218,7 @@ class AdmissionState:
         if not completion.relax(event.rule, event.value):
             raise IllegalTransition(f"{event.rule} of {event.value} cannot be relaxed")
         self.batch.completion = completion
+        self.batch.given_up.update(event.kinds)
         self.relaxed[event.rule] = self.relaxed.get(event.rule, 0) + 1
 
     def _lost(self, event: ev.Lost) -> None:
@@ -353,6 +356,7 @@ _HANDLERS: dict[type, Callable[[AdmissionState, ev.AnyEvent], None]] = {
     ev.Filtered: AdmissionState._filtered,
     ev.Expired: AdmissionState._expired,
     ev.Lost: AdmissionState._lost,
+    ev.Starved: AdmissionState._nothing,
     ev.Relaxed: AdmissionState._relaxed,
     ev.Admitted: AdmissionState._admitted,
     ev.Consumed: AdmissionState._consumed,
