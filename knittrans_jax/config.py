@@ -161,7 +161,15 @@ class TrainConfig(Section, frozen=True):
     row_tokens: PositiveInt = 128
     micro_batch_rows: PositiveInt = 8
     chunk_micro_batches: PositiveInt = 1
-    encoder_mode: Literal["per_mini_batch", "per_micro_batch"] = "per_mini_batch"
+    transfer: Literal["on_demand", "dispatch", "gather"] = "on_demand"
+    """How payloads reach a process: what its next chunk reads, each image once; or, to compare with, its own rows of a whole
+    train batch (`dispatch`), or everything by way of process 0 (`gather`), both with float32 pixels for every trajectory."""
+    encoder_mode: Literal["per_mini_batch", "per_micro_batch", "per_micro_batch_unique", "frozen", "auto"] = (
+        "per_mini_batch"
+    )
+    """Which images are encoded together; `auto` takes the cheapest exact one for every plan (`encoding/modes.py`)."""
+    encoder_cache_bytes: PositiveInt = 64 * 2**20
+    """`frozen`: memory on every device for features of images that were encoded before."""
     encoder_row_patches: PositiveInt = 64
     prefetch_chunks: PositiveInt = 2
     publish: Literal["update", "train_batch"] = "update"
@@ -535,6 +543,13 @@ def _check_training(config: Config) -> None:
         train.mesh,
         f"its axes multiply to {math.prod(train.mesh.values())}, but train.processes = {train.processes} times "
         f"train.devices_per_process = {train.devices_per_process} is {devices}",
+    )
+    _refuse(
+        train.transfer == "dispatch" and config.admission.admit_ahead < config.batch.mini_batches - 1,
+        "admission.admit_ahead",
+        config.admission.admit_ahead,
+        f"train.transfer = dispatch pulls a whole train batch before its first update: at least "
+        f"{config.batch.mini_batches - 1} (batch.mini_batches - 1)",
     )
     _refuse(
         train.updates % config.batch.mini_batches != 0,

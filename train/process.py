@@ -3,7 +3,7 @@
 One update, on the main thread, in the order that every process of the group follows:
 
 1. take chunk 0 from the loader: its rows are here, and the scheduler says that every process holds theirs;
-2. encode the mini-batch's unique images (when it has any);
+2. encode the mini-batch's unique images (when it has any, and they are not encoded micro-batch by micro-batch);
 3. accumulate chunk by chunk, while the loader's thread brings the next one;
 4. finish: one encoder backward, sums over shards, clip, update: version V becomes V + 1;
 5. copy the new weights to the host when they are to be published (a thread writes them), and report the update.
@@ -12,6 +12,7 @@ One update, on the main thread, in the order that every process of the group fol
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import signal
 import threading
@@ -32,9 +33,11 @@ from knittrans_jax.train.state import TrainState
 from knittrans_jax.train.step import Sums
 from knittrans_jax.transfer.control import ControlClient, ControlError
 from knittrans_jax.transfer.loader import Chunk, ChunkLoader, LoaderError, LoaderOptions, split_wait
-from knittrans_jax.transfer.pack import copies_layout
+from knittrans_jax.transfer.relay import RelayServer
 from knittrans_jax.transfer.weights import WeightsError, WeightWriter
 
+RELAY_UNIT = "train0"
+"""The relay's name on the bulk channel: that of its process."""
 LEAVE_S = 1.0
 """A process told to end may be inside a compilation, or a collective whose other side is gone: it leaves after this long."""
 
@@ -63,17 +66,28 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
             stopped=stop.is_set,
         )
 
-    with connect(f"train{index}") as control, connect(f"train{index}.weights") as publishing:
-        hello = msg.TrainHello(process=index, processes=config.train.processes, pid=os.getpid())
+    with (
+        connect(f"train{index}") as control,
+        connect(f"train{index}.weights") as publishing,
+        _open_relay(config, index) as relay,
+    ):
+        hello = msg.TrainHello(
+            process=index,
+            processes=config.train.processes,
+            pid=os.getpid(),
+            relay=None if relay is None else relay.address,
+        )
         welcome = control.call(hello, overall_s=config.train.start_timeout_s)
         assert isinstance(welcome, msg.TrainWelcome), welcome
         incarnation = welcome.incarnation
+        if relay is not None and welcome.ticket_key is not None:
+            relay.set_key(welcome.ticket_key)
 
         def on_written(version: int) -> None:
             publishing.call(msg.WeightsWritten(process=index, incarnation=incarnation, version=version))
 
         writer = WeightWriter(run_dir / "weights", index, config.train.processes, on_written)
-        loader = ChunkLoader(_loader_options(config, setup, control_file, index, incarnation))
+        loader = ChunkLoader(_loader_options(config, setup, control_file, index, incarnation, relay))
 
         def end(*_: object) -> None:
             stop.set()
@@ -98,9 +112,31 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
             loader.close()
 
 
+def _open_relay(config: Config, index: int) -> contextlib.AbstractContextManager[RelayServer | None]:
+    """`train.transfer: gather` with several processes: process 0 hands all payloads on."""
+    if config.train.transfer != "gather" or config.train.processes == 1 or index:
+        return contextlib.nullcontext()
+    control = config.control
+    return RelayServer(
+        RELAY_UNIT,
+        control.bulk_host,
+        wait_s=control.pull_timeout_s * (control.pull_retries + 1),
+        request_timeout_s=control.pull_timeout_s,
+    )
+
+
 def _loader_options(
-    config: Config, setup: TrainSetup, control_file: Path, index: int, incarnation: int
+    config: Config,
+    setup: TrainSetup,
+    control_file: Path,
+    index: int,
+    incarnation: int,
+    relay: RelayServer | None,
 ) -> LoaderOptions:
+    control = config.control
+    relayed = config.train.transfer == "gather" and index > 0
+    # Who is served by the relay waits there, for as long as process 0 may take to collect a mini-batch.
+    pull_timeout_s = control.pull_timeout_s * (control.pull_retries + 2 if relayed else 1)
     return LoaderOptions(
         open_scheduler=lambda stopped: ControlClient(
             control_file, f"train{index}.loader", config.control.rpc_timeout_s, stopped=stopped
@@ -110,12 +146,19 @@ def _loader_options(
         peer=f"train{index}",
         chunk_sharding=setup.programs.chunk_sharding,
         image_sharding=setup.programs.image_sharding,
+        replicated_sharding=setup.programs.replicated,
         advantages=lambda rewards: group_advantages(rewards, config.train.objective.normalise_advantage),
         spec=setup.pack_spec,
         encoder_mode=config.train.encoder_mode,
+        cached_rows=setup.cached_rows,
+        processor=setup.processor,
+        transfer=config.train.transfer,
+        mini_batches=config.batch.mini_batches,
+        relay=relay,
+        relay_unit=RELAY_UNIT if relayed else None,
         prefetch_chunks=config.train.prefetch_chunks,
-        pull_timeout_s=config.control.pull_timeout_s,
-        pull_retries=config.control.pull_retries,
+        pull_timeout_s=pull_timeout_s,
+        pull_retries=control.pull_retries,
     )
 
 
@@ -140,28 +183,41 @@ class Trainer:
         self.waits_s: dict[str, float] = collections.defaultdict(float)
         self._process, self._incarnation = process, incarnation
         self._compilations, self._control, self._writer = compilations, control, writer
+        self._cached = self.programs.empty_table(setup.cached_rows) if setup.cached_rows else None
         self._table: jax.Array | None = None
         self._images: Any = None
         self._sums: Sums | None = None
-        self._pulled_bytes = 0
+        self._pulled_bytes = self._relayed_bytes = 0
         self._began_s = 0.0
 
     def take(self, chunk: Chunk) -> None:
         """Accumulates a chunk; the last one of a mini-batch is followed by the update, its report and publication."""
         params = self.state.params
-        naive = self.config.train.encoder_mode == "per_micro_batch" and chunk.images is not None
+        copies = chunk.mode in ("per_micro_batch", "per_micro_batch_unique")
         if chunk.first:
             self._began_s = time.monotonic()
-            self._images = None if naive else chunk.images
-            self._table = None if self._images is None else self.programs.encode(params, self._images)
-            self._sums = self.programs.start(params, 0 if self._table is None else self._table.shape[0], naive)
+            self._encode(chunk)
+            table_rows = 0 if self._images is None or self._table is None else self._table.shape[0]
+            self._sums = self.programs.start(params, table_rows, copies)
         self._pulled_bytes += chunk.pulled_bytes
-        if naive:
-            self._sums = self.programs.accumulate_naive(params, chunk.images, chunk.arrays, self._sums)
+        self._relayed_bytes += chunk.relayed_bytes
+        if copies:
+            self._sums = self.programs.accumulate_copies(params, chunk.images, chunk.arrays, self._sums)
         else:
             self._sums = self.programs.accumulate(params, self._table, chunk.arrays, self._sums)
         if chunk.last:
             self._update(chunk)
+
+    def _encode(self, chunk: Chunk) -> None:
+        """The table of the mini-batch whose first chunk this is, and the images that its cotangent goes back through."""
+        params = self.state.params
+        if chunk.mode == "per_mini_batch":
+            self._images = chunk.images
+            self._table = self.programs.encode(params, self._images)
+        elif chunk.mode == "frozen":
+            if chunk.images is not None:
+                self._cached = self.programs.insert(self._cached, params, chunk.images, chunk.insert)
+            self._table = self._cached
 
     def publish(self) -> None:
         """Hands the current weights to the writer, when the configuration publishes this version."""
@@ -195,30 +251,26 @@ class Trainer:
             metrics=metrics,
             waits_s={"data": self.waits_s["data"], "groups": self.waits_s["groups"]},
             pulled_bytes=self._pulled_bytes,
+            relayed_bytes=self._relayed_bytes,
             compilations=self._compilations.count,
             compiled=self._compilations.take_untold(),
         )
         self._control.call(done)
         self.publish()
         self.waits_s.clear()
-        self._pulled_bytes = 0
+        self._pulled_bytes = self._relayed_bytes = 0
 
     def _plan_metrics(self, chunk: Chunk) -> dict[str, float]:
         plan = chunk.plan
         rewards = [reward for group in plan.groups for reward in group.rewards]
-        metrics = {
+        return {
             "reward_mean": float(np.mean(rewards)),
             "micro_batches": float(plan.chunks * plan.chunk_micro_batches),
             "tokens": float(sum(placement.length for placement in plan.placements)),
             "images_unique": float(len(plan.images)),
             "images_referenced": float(sum(len(placement.images) for placement in plan.placements)),
+            **chunk.encoder_figures,
         }
-        if plan.images:
-            rows = plan.encoder_rows_per_shard
-            if self.config.train.encoder_mode == "per_micro_batch":
-                rows = copies_layout(plan).rows_per_shard * plan.chunks * plan.chunk_micro_batches
-            metrics["encoder_rows"] = float(plan.shards * rows)
-        return metrics
 
 
 def _timed(loader: ChunkLoader, trainer: Trainer) -> Any:

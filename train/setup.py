@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from knittrans_jax.config import Config, ConfigError
+from knittrans_jax.encoding.modes import cached_table_rows
 from knittrans_jax.models.run_model import initial_params, model_config, run_model
 from knittrans_jax.rollout.tasks.base import Task
 from knittrans_jax.train.state import TrainState, init_state, make_optimizer
@@ -56,6 +57,10 @@ class TrainSetup:
     state: TrainState
     """Version 0, replicated over the mesh."""
     pack_spec: PackSpec
+    processor: str
+    """Names everything besides its content that an image's features depend on."""
+    cached_rows: int
+    """Rows of a frozen encoder's table; 0 when it is trained."""
 
 
 def build_programs(config: Config, task: Task, mesh: Mesh) -> StepPrograms:
@@ -63,7 +68,13 @@ def build_programs(config: Config, task: Task, mesh: Mesh) -> StepPrograms:
     model, _ = run_model(config.model, task.vocabulary)
     optimizer = make_optimizer(config.train.optimizer, config.train.updates)
     return StepPrograms(
-        model, config.train.objective, optimizer, mesh, tuple(task.sampled_ids), config.rollout.temperature
+        model,
+        config.train.objective,
+        optimizer,
+        mesh,
+        tuple(task.sampled_ids),
+        config.rollout.temperature,
+        frozen_encoder=config.train.encoder_mode == "frozen",
     )
 
 
@@ -84,5 +95,13 @@ def set_up_training(config: Config, task: Task, mesh: Mesh) -> TrainSetup:
     """Programs and version 0: the parameters of `model.path`, or the same drawn from `seed` on every process."""
     programs = build_programs(config, task, mesh)
     params = initial_params(config.model, task.vocabulary, config.seed, programs.replicated)
-    replicate = jax.jit(functools.partial(init_state, optimizer=programs.optimizer), out_shardings=programs.replicated)
-    return TrainSetup(programs, replicate(params), pack_spec(config, task))
+    init = functools.partial(init_state, optimizer=programs.optimizer, frozen_encoder=programs.frozen_encoder)
+    state = jax.jit(init, out_shardings=programs.replicated)(params)
+    model, spec = programs.model.config, pack_spec(config, task)
+    return TrainSetup(
+        programs=programs,
+        state=state,
+        pack_spec=spec,
+        processor=repr((spec, model.vision)),
+        cached_rows=cached_table_rows(config, model) if programs.frozen_encoder else 0,
+    )

@@ -74,6 +74,14 @@ def make_optimizer(config: OptimizerConfig, total_updates: int) -> optax.Gradien
     return optax.GradientTransformation(init, update)
 
 
-def init_state(params: dict[str, Any], optimizer: optax.GradientTransformation) -> TrainState:
+def trained_params(params: dict[str, Any], frozen_encoder: bool) -> dict[str, Any]:
+    """The parameters that the optimizer knows of. A frozen encoder is not among them: no moments, no weight decay."""
+    return {part: tree for part, tree in params.items() if part != "encoder" or not frozen_encoder}
+
+
+def init_state(
+    params: dict[str, Any], optimizer: optax.GradientTransformation, frozen_encoder: bool = False
+) -> TrainState:
     """Version 0."""
-    return TrainState(update=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
+    opt_state = optimizer.init(trained_params(params, frozen_encoder))
+    return TrainState(update=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)

@@ -1,4 +1,4 @@
-"""The update of one mini-batch, as five jitted programs over the training mesh.
+"""The update of one mini-batch, as jitted programs over the training mesh.
 
 1. `start()`: zero accumulators, one per data shard.
 2. `encode(params, images)`: every unique image once; the table is gathered to all shards.
@@ -9,15 +9,17 @@
    once; gradients are summed over shards once; clip; update.
 
 Without images `encode` is not called, `table` and `images` are None, and the encoder's gradient is exactly zero, as it is
-for naive training on a batch without images. In mode `per_micro_batch` (the baseline) every copy of an image is encoded
-inside the micro-batch that uses it: `table` is None and the chunk brings its own copies.
+for naive training on a batch without images. In modes `per_micro_batch` and `per_micro_batch_unique` every micro-batch encodes
+images of its own: `table` is None, the chunk brings them, and `accumulate_copies` takes the place of `accumulate`. In mode
+`frozen` the table is kept over updates: `insert` encodes images into it, it gets no cotangent, and the encoder is neither
+differentiated nor updated (no gradient, no moments, no weight decay).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,7 @@ from knittrans_jax.encoding.encode_once import add_cotangent, encode_once, gathe
 from knittrans_jax.models import Model, decoder_apply, encoder_apply, normalise_pixels
 from knittrans_jax.train.objective import ObjectiveSums, objective_sums, score_tokens
 from knittrans_jax.train.ravel import ravel, small, unravel
-from knittrans_jax.train.state import TrainState
+from knittrans_jax.train.state import TrainState, trained_params
 from knittrans_jax.transfer.batch import ChunkArrays, ImageArrays
 
 AXIS = "data"
@@ -44,7 +46,7 @@ class Sums(NamedTuple):
 
     decoder: Any
     encoder: Any
-    """Encoder gradient of mode `per_micro_batch`; an empty tuple otherwise."""
+    """Encoder gradient where micro-batches encode their own images; an empty tuple otherwise."""
     cotangent: jax.Array
     """float32 [S, table rows, E]; 0 rows when there is no table."""
     figures: ObjectiveSums
@@ -64,6 +66,7 @@ class StepPrograms:
     mesh: Mesh
     sampled_ids: tuple[int, ...]
     temperature: float
+    frozen_encoder: bool = False
 
     @property
     def shards(self) -> int:
@@ -87,15 +90,17 @@ class StepPrograms:
 
     @functools.cached_property
     def start(self) -> Any:
-        """`start(params, table_rows, naive) -> Sums` of zeros; `table_rows` and `naive` are static."""
+        """`start(params, table_rows, copies) -> Sums` of zeros. Static: `table_rows` that get a cotangent; `copies`: micro-
+        batches encode their own images.
+        """
 
-        def start(params: Any, table_rows: int, naive: bool) -> Sums:
+        def start(params: Any, table_rows: int, copies: bool) -> Sums:
             def zeros(leaf: jax.Array) -> jax.Array:
                 return jnp.zeros((self.shards, *leaf.shape), jnp.float32)
 
             return Sums(
                 decoder=jax.tree.map(zeros, params["decoder"]),
-                encoder=jax.tree.map(zeros, params["encoder"]) if naive else (),
+                encoder=jax.tree.map(zeros, params["encoder"]) if copies else (),
                 cotangent=jnp.zeros((self.shards, table_rows, self.model.config.visual_features), jnp.float32),
                 figures=ObjectiveSums(*(jnp.zeros((self.shards,), jnp.float32) for _ in ObjectiveSums._fields)),
             )
@@ -110,6 +115,28 @@ class StepPrograms:
             return lax.all_gather(self._local_table(params["encoder"], images)[0], AXIS, tiled=True)
 
         return jax.jit(self._sharded(encode, (P(), P(AXIS)), P(), check_vma=False))
+
+    @functools.cached_property
+    def empty_table(self) -> Any:
+        """`empty_table(rows) -> table` [rows, E] of zeros on every shard, for `insert`; `rows` is static."""
+
+        def empty(rows: int) -> jax.Array:
+            return jnp.zeros((rows, self.model.config.visual_features), jnp.float32)
+
+        return jax.jit(empty, static_argnums=0, out_shardings=self.replicated)
+
+    @functools.cached_property
+    def insert(self) -> Any:
+        """`insert(table, params, images, rows) -> table` with the images' features in it; `table` is donated.
+
+        `rows`: int32 [ER * P / merge^2], the row of `table` of each row that `images` encode to; out of range: none.
+        """
+
+        def insert(table: jax.Array, params: Any, images: ImageArrays, rows: jax.Array) -> jax.Array:
+            encoded = lax.all_gather(self._local_table(params["encoder"], images)[0], AXIS, tiled=True)
+            return table.at[rows].set(encoded, mode="drop")
+
+        return jax.jit(self._sharded(insert, (P(), P(), P(AXIS), P()), P(), check_vma=False), donate_argnums=0)
 
     @functools.cached_property
     def accumulate(self) -> Any:
@@ -127,8 +154,8 @@ class StepPrograms:
         )
 
     @functools.cached_property
-    def accumulate_naive(self) -> Any:
-        """`accumulate_naive(params, copies, chunk, sums) -> sums`: `copies` are `ImageArrays` with a leading axis C."""
+    def accumulate_copies(self) -> Any:
+        """`accumulate_copies(params, copies, chunk, sums) -> sums`: `copies` are `ImageArrays` with a leading axis C."""
 
         def accumulate(params: Any, copies: ImageArrays, chunk: ChunkArrays, sums: Sums) -> Sums:
             def one(carry: Sums, batch: tuple[ImageArrays, ChunkArrays]) -> tuple[Sums, None]:
@@ -157,7 +184,7 @@ class StepPrograms:
                 grads["encoder"] = self._local_table(params["encoder"], images)[1](cotangent)
             elif own.encoder:
                 grads["encoder"] = own.encoder
-            elif "encoder" in params:
+            elif "encoder" in params and not self.frozen_encoder:
                 grads["encoder"] = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params["encoder"])
             return _sum_over_shards(grads, own.figures, denominator)
 
@@ -167,9 +194,10 @@ class StepPrograms:
             grads, figures = self._sharded(gradients, (P(), P(AXIS), P(AXIS), P()), P(), check_vma=False)(
                 state.params, images, sums, denominator
             )
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-            params: Any = optax.apply_updates(state.params, updates)
+            trained = trained_params(state.params, self.frozen_encoder)
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, trained)
+            params = state.params | cast(dict[str, Any], optax.apply_updates(trained, updates))
             new = TrainState(update=state.update + 1, params=params, opt_state=opt_state)
             return new, _report(figures, denominator, optax.tree.norm(ravel(grads) if small(grads) else grads))
 
@@ -216,12 +244,13 @@ class StepPrograms:
                 params["decoder"], params["encoder"]
             )
             encoder_sum = jax.tree.map(_add, encoder_sum, encoder)
-        elif table is not None:
+        elif table is not None and not self.frozen_encoder:
             visual = gather_rows(table, index_RxT)
             (decoder, cotangent), figures = jax.grad(loss, (0, 1), has_aux=True)(params["decoder"], visual)
             cotangent_sum = add_cotangent(cotangent_sum, index_RxT, cotangent)
         else:
-            decoder, figures = jax.grad(loss, has_aux=True)(params["decoder"], None)
+            visual = None if table is None else gather_rows(table, index_RxT)
+            decoder, figures = jax.grad(loss, has_aux=True)(params["decoder"], visual)
         return Sums(
             decoder=jax.tree.map(_add, sums.decoder, decoder),
             encoder=encoder_sum,

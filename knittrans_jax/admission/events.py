@@ -126,7 +126,8 @@ class Consumed(Event, frozen=True, kw_only=True):
     """Every training process applied the update of this plan: version `update` became `update + 1`.
 
     `metrics` are the trainer's figures of the update (reward, loss, gradient norm, ...), `waits_s` what the slowest process
-    waited for (`data`, `groups`), `pulled_bytes` the payload bytes that all processes pulled for it.
+    waited for (`data`, `groups`), `pulled_bytes` the payload bytes that all processes pulled for it from storage units, and
+    `relayed_bytes` those that passed between training processes (`train.transfer: gather`).
     """
 
     plan_id: int
@@ -134,6 +135,7 @@ class Consumed(Event, frozen=True, kw_only=True):
     metrics: dict[str, float]
     waits_s: dict[str, float]
     pulled_bytes: int
+    relayed_bytes: int = 0
     unique_bytes: int
     compilations: int
     """Compilations so far, summed over the training processes."""

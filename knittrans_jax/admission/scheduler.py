@@ -336,6 +336,7 @@ class SchedulerCore:
                         for name in sorted({name for report in reports for name in report.waits_s})
                     },
                     pulled_bytes=sum(report.pulled_bytes for report in reports),
+                    relayed_bytes=sum(report.relayed_bytes for report in reports),
                     unique_bytes=unique_payload_bytes([meta for meta in metas if meta is not None]),
                     compilations=sum(report.compilations for report in reports),
                     compiled=tuple(dict.fromkeys(one for report in reports for one in report.compiled)),
@@ -387,7 +388,8 @@ class SchedulerCore:
         match request:
             case msg.TrainHello():
                 if self.training.incarnation >= 0:
-                    return msg.TrainWelcome(incarnation=self.training.incarnation)
+                    key = None if request.relay is None else self._ticket_key
+                    return msg.TrainWelcome(incarnation=self.training.incarnation, ticket_key=key)
             case msg.NextPlan():
                 plan = next((p for p in self.state.plans.values() if p.plan_id > request.after_plan), None)
                 if plan is not None and self.ending is None:
@@ -406,12 +408,14 @@ class SchedulerCore:
         return None if refusal is None else self._refuse(refusal)
 
     def _plan_reply(self, plan: MiniBatchPlan, peer: str) -> msg.PlanReply | None:
-        units = sorted({group.unit for group in plan.groups})
-        if any(unit not in self.desk.units for unit in units):
+        units, known = sorted({group.unit for group in plan.groups}), self.desk.units
+        if self.training.relays and peer not in self.training.relays:
+            units, known = sorted(self.training.relays), self.training.relays
+        if any(unit not in known for unit in units):
             return None  # a unit that has not said where it is yet will within its first sync
         return msg.PlanReply(
             plan=plan,
-            units={unit: self.desk.units[unit] for unit in units},
+            units={unit: known[unit] for unit in units},
             tickets={unit: self._ticket(unit, peer) for unit in units},
         )
 

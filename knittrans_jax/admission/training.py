@@ -27,6 +27,8 @@ class TrainGroup:
         self.processes = processes
         self.incarnation = -1
         self.pids: dict[int, int] = {}
+        self.relays: dict[str, str] = {}
+        """Addresses of processes that hand payloads on, by the name of their unit."""
         self.chunks: dict[tuple[int, int], ChunkState] = {}
         self.updates: dict[int, dict[int, UpdateDone]] = {}
         self.written: dict[int, set[int]] = {}
@@ -47,6 +49,8 @@ class TrainGroup:
                 f"{self.pids[request.process]}; a training group does not rejoin, start the run again"
             )
         self.pids[request.process] = request.pid
+        if request.relay is not None:
+            self.relays[f"train{request.process}"] = request.relay
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""Pictures to patch rows, in numpy: uint8 in, uint8 out, in the merge-block order that the encoder expects.
+"""Pictures to patch rows, in numpy: uint8 in, uint8 out (or float32), in the merge-block order that the encoder expects.
 
 Order: over blocks of merge_size x merge_size patches row by row, and within a block row by row, so that merge_size^2
 consecutive patches are one image token (Qwen2-VL's order).
@@ -26,12 +26,15 @@ def grid_of(image_shape: tuple[int, ...], patch_size: int, merge_size: int) -> t
 
 
 def patchify(image_HxWxC: np.ndarray, patch_size: int, merge_size: int) -> np.ndarray:
-    """Cut a uint8 picture into patches -> uint8 [N, patch_size * patch_size * C], contiguous, in merge-block order.
+    """Cut a picture into patches -> [N, patch_size * patch_size * C] of its type, contiguous, in merge-block order.
 
-    N = (H / patch_size) * (W / patch_size). A patch is flattened as (row, column, channel).
+    N = (H / patch_size) * (W / patch_size). A patch is flattened as (row, column, channel). Values are 0 to 255, as uint8 or
+    float32.
     """
-    if image_HxWxC.dtype != np.uint8:
-        raise ValueError(f"picture of dtype {image_HxWxC.dtype}; expected uint8 (pixels are normalised on the device)")
+    if image_HxWxC.dtype not in (np.uint8, np.float32):
+        raise ValueError(
+            f"picture of dtype {image_HxWxC.dtype}; expected uint8 or float32 (pixels are normalised on the device)"
+        )
     rows, columns = grid_of(image_HxWxC.shape, patch_size, merge_size)
     channels = image_HxWxC.shape[2]
     blocks = image_HxWxC.reshape(

@@ -20,7 +20,7 @@ from knittrans_jax.admission.rules import Rules, count_values, rules_of
 from knittrans_jax.admission.storage_room import check_storage
 from knittrans_jax.config import Config, ConfigError
 from knittrans_jax.encoding.patches import grid_of
-from knittrans_jax.models.config import VisionConfig
+from knittrans_jax.models.config import ModelConfig, VisionConfig
 from knittrans_jax.models.run_model import check_files, model_config
 from knittrans_jax.observe.table import size
 from knittrans_jax.observe.tensorboard import check_tensorboard
@@ -95,6 +95,7 @@ def check_run(config: Config) -> RunArithmetic:
         if wanted > heldout:
             raise ConfigError(f"{key}: the task has {heldout} held-out prompts (value {wanted})")
     worst = _worst_case(config, task, tokens, patches)
+    _check_encoder_cache(config, task, model, patches)
     return _arithmetic(config, rules, gate, len(train), heldout, tokens, patches, group_bytes, worst)
 
 
@@ -160,6 +161,20 @@ def _check_images(config: Config, task: Task, vision: VisionConfig | None) -> in
             f"whole images and is a multiple of {merge**2} (value {row})"
         )
     return patches
+
+
+def _check_encoder_cache(config: Config, task: Task, model: ModelConfig, patches: int) -> None:
+    """A frozen encoder's table must hold a mini-batch whose every showing is of another image."""
+    if config.train.encoder_mode != "frozen" or model.vision is None:
+        return
+    shown = config.batch.trajectories_per_group * task.limits.turns * task.limits.images_per_turn
+    tokens = config.mini_batch_groups * shown * patches // model.vision.merge_size**2
+    least = 4 * model.visual_features * tokens
+    if config.train.encoder_cache_bytes < least:
+        raise ConfigError(
+            f"train.encoder_cache_bytes: a mini-batch can show images of {tokens} tokens, whose features take {least} bytes; "
+            f"at least that many (value {config.train.encoder_cache_bytes})"
+        )
 
 
 def _prompts(config: Config, task: Task, split: Split) -> list[Prompt]:

@@ -119,12 +119,16 @@ class TrainHello(Message, frozen=True, kw_only=True):
     process: int
     processes: int
     pid: int
+    relay: str | None = None
+    """`host:port` from which the other processes get their payloads (`train.transfer: gather`), as unit `train<process>`."""
 
 
 class TrainWelcome(Message, frozen=True, kw_only=True):
     """All training processes are there: the group's incarnation, and the version to begin from."""
 
     incarnation: int
+    ticket_key: bytes | None = None
+    """For a process that relays: the key with which tickets for it are checked."""
 
 
 class NextPlan(Message, frozen=True, kw_only=True):
@@ -169,6 +173,8 @@ class UpdateDone(Message, frozen=True, kw_only=True):
     metrics: dict[str, float]
     waits_s: dict[str, float]
     pulled_bytes: int
+    """Payload bytes from storage units to this process; `relayed_bytes`: to it from another training process."""
+    relayed_bytes: int = 0
     compilations: int
     compiled: tuple[str, ...] = ()
     """What was compiled since the last update, in words."""

@@ -150,6 +150,7 @@ def train_programs(config: Config, mesh: Mesh) -> Iterator[Program]:
     import jax
     import jax.numpy as jnp
 
+    from knittrans_jax.encoding.modes import cached_table_rows
     from knittrans_jax.models.run_model import run_model
     from knittrans_jax.rollout.tasks.registry import load_task
     from knittrans_jax.train.setup import build_programs
@@ -161,6 +162,7 @@ def train_programs(config: Config, mesh: Mesh) -> Iterator[Program]:
     structure, params = run_model(config.model, task.vocabulary)
     model = structure.config
     train, shards = config.train, programs.shards
+    pixels = jnp.uint8 if train.transfer == "on_demand" else jnp.float32
 
     def shaped(tree: Any, sharding: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
@@ -178,7 +180,7 @@ def train_programs(config: Config, mesh: Mesh) -> Iterator[Program]:
             return jax.ShapeDtypeStruct((*leading, rows, patches, *inner), dtype, sharding=sharding)
 
         return ImageArrays(
-            field(jnp.uint8, model.vision.patch_features), field(jnp.int32, 2), field(jnp.int32, 2), field(jnp.int32)
+            field(pixels, model.vision.patch_features), field(jnp.int32, 2), field(jnp.int32, 2), field(jnp.int32)
         )
 
     chunk = ChunkArrays(
@@ -191,23 +193,31 @@ def train_programs(config: Config, mesh: Mesh) -> Iterator[Program]:
         advantages=chunk_field(jnp.float32),
         table_index=chunk_field(jnp.int32),
     )
-    state = shaped(jax.eval_shape(lambda p: init_state(p, programs.optimizer), params), programs.replicated)
+    frozen = programs.frozen_encoder
+    state = shaped(jax.eval_shape(lambda p: init_state(p, programs.optimizer, frozen), params), programs.replicated)
     params = state.params
     denominator = jax.ShapeDtypeStruct((), jnp.float32, sharding=programs.replicated)
     rows_per_shard = encoder_rows_per_shard(config, shards)
-    naive = train.encoder_mode == "per_micro_batch" and rows_per_shard > 0
-    encoded = images(rows_per_shard) if rows_per_shard and not naive else None
+    copied = train.encoder_mode in ("per_micro_batch", "per_micro_batch_unique") and rows_per_shard > 0
+    encoded = images(rows_per_shard) if rows_per_shard and not copied else None
     table = None
-    if encoded is not None:
+    if encoded is not None and frozen:
+        cached = cached_table_rows(config, model)
+        table = shaped(jax.eval_shape(lambda: programs.empty_table(cached)), programs.replicated)
+        rows = encoded.patches.shape[0] * encoded.patches.shape[1] // model.vision.merge_size**2  # pyright: ignore[reportOptionalMemberAccess]
+        insert = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=programs.replicated)
+        yield Program("insert", programs.insert, (table, params, encoded, insert), shards)
+        encoded = None
+    elif encoded is not None:
         yield Program("encode", programs.encode, (params, encoded), shards)
         table = shaped(jax.eval_shape(programs.encode, params, encoded), programs.replicated)
-    table_rows = 0 if table is None else table.shape[0]
-    zeros: Callable[[Any], Any] = lambda p: programs.start(p, table_rows, naive)  # noqa: E731
+    table_rows = 0 if table is None or frozen else table.shape[0]
+    zeros: Callable[[Any], Any] = lambda p: programs.start(p, table_rows, copied)  # noqa: E731
     sums = shaped(jax.eval_shape(zeros, params), programs.image_sharding)
-    yield Program("start", programs.start, (params, table_rows, naive), shards)
-    if naive:
+    yield Program("start", programs.start, (params, table_rows, copied), shards)
+    if copied:
         copies = images(rows_per_shard, train.chunk_micro_batches)
-        yield Program("accumulate_naive", programs.accumulate_naive, (params, copies, chunk, sums), shards)
+        yield Program("accumulate_copies", programs.accumulate_copies, (params, copies, chunk, sums), shards)
     else:
         yield Program("accumulate", programs.accumulate, (params, table, chunk, sums), shards)
     yield Program("finish", programs.finish, (state, encoded, sums, denominator), shards)

@@ -300,6 +300,9 @@ def payload(history: RunHistory, summary: Summary) -> str:
         ("unique: every image of a mini-batch once", summary.bytes.payload_unique),
         ("naive: each image at every showing, float32", naive),
     )
+    relayed = summary.bytes.payload_relayed
+    if relayed:
+        amounts = (*amounts, ("passed on between training processes", relayed))
     rows = [[name, size(count), size(count / len(updates)), f"{count / unique:.2f}"] for name, count in amounts]
     rows.append(["through the scheduler", size(summary.bytes.payload_through_scheduler), "", ""])
     xs = [float(one.update) for one in updates]

@@ -38,10 +38,13 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bytes(msgspec.Struct, frozen=True, kw_only=True):
-    """Payload bytes: pulled by training processes, of which unique, and those that the scheduler ever received."""
+    """Payload bytes: pulled from storage units by training processes, of which unique, passed on between training processes
+    (`train.transfer: gather`), and those that the scheduler ever received.
+    """
 
     payload_pulled: int
     payload_unique: int
+    payload_relayed: int = 0
     payload_through_scheduler: int
 
 
@@ -134,7 +137,6 @@ def summary_of(record: RunRecord, ended: str | None = None) -> Summary:
     compilations = record.compilations
     trained_s = figures.last_update_s - (figures.first_lease_s or 0.0) if figures.updates else 0.0
     scheduler = figures.counters.get("scheduler", {})
-    naive = config.train.encoder_mode == "per_micro_batch"
     return Summary(
         name=config.name,
         ended=record.ended or ended or "still running, or ended without a word",
@@ -161,12 +163,13 @@ def summary_of(record: RunRecord, ended: str | None = None) -> Summary:
         bytes=Bytes(
             payload_pulled=figures.pulled_bytes,
             payload_unique=figures.unique_bytes,
+            payload_relayed=figures.relayed_bytes,
             payload_through_scheduler=int(scheduler.get("payload_through_scheduler", 0)),
         ),
         encoder=Encoder(
             images_unique=figures.images_unique,
             images_referenced=figures.images_referenced,
-            patches_encoded=figures.patches_naive if naive else figures.patches_unique,
+            patches_encoded=figures.patches_encoded,
             patches_naive=figures.patches_naive,
         ),
         tools=_tools(figures.counters),

@@ -1,7 +1,7 @@
 """The arrays of a chunk and of a mini-batch's images: what the loader hands to the step programs.
 
 Symbols: C micro-batches in a chunk, R rows of a micro-batch over all shards (shard s owns rows [s R/S, (s+1) R/S)), T tokens
-of a row, ER encoder rows over all shards, P patches of an encoder row, F uint8 values of a patch. `R` and `ER` are sharded
+of a row, ER encoder rows over all shards, P patches of an encoder row, F values of a patch. `R` and `ER` are sharded
 over the mesh's `data` axis. The loader fills them with numpy arrays of this process's rows, then makes global arrays.
 """
 
@@ -17,7 +17,7 @@ class ImageArrays(NamedTuple):
     """Packed patches of unique images, in merge-block order."""
 
     patches: Array
-    """uint8 [ER, P, F]"""
+    """uint8 [ER, P, F]; float32 of the same values when `train.transfer` ships floats"""
     coords: Array
     """int32 [ER, P, 2]: row and column of the patch in its image"""
     grids: Array

@@ -5,8 +5,8 @@
                                     <-     WELCOME  unit, the peer's next ticket      (or ERROR, and the unit closes)
     PUT    shapes | rows, media     ->
                                     <-     DONE                                       (or ERROR: refused, nothing kept)
-    GET    rows, fields, media      ->
-                                    <-     DATA  shapes | rows, media                 (or ERROR: missing)
+    GET    rows, fields, media,     ->
+           type of their pixels     <-     DATA  shapes | rows, media                 (or ERROR: missing)
     LIST                            ->
                                     <-     HELD  groups
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -104,11 +104,16 @@ class Put(_Header, frozen=True):
 
 
 class Get(_Header, frozen=True):
-    """Asks for fields of trajectories (group, index in the group) and for images (group that holds it, digest)."""
+    """Asks for fields of trajectories (group, index in the group) and for images (group that holds it, digest).
+
+    An image that is asked for several times comes several times.
+    """
 
     rows: tuple[tuple[GroupId, Annotated[int, msgspec.Meta(ge=0)]], ...]
     fields: tuple[str, ...]
     media: tuple[tuple[GroupId, Digest], ...]
+    pixels: Literal["uint8", "float32"] = "uint8"
+    """As stored, or as floats of the same values (what the baselines of `train.transfer` ship)."""
 
 
 class Data(_Header, frozen=True):

@@ -14,7 +14,7 @@ import math
 import socket
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from knittrans_jax.transfer.bulk import (
     Held,
     Hello,
     Kind,
+    MediaShape,
     Welcome,
     put_frame,
     row_views,
@@ -49,11 +50,15 @@ class TicketRefused(wire.WireError):
 
 @dataclasses.dataclass(frozen=True)
 class PullRequest:
-    """What to pull from one unit: rows by (group id, trajectory), and images by (group id that holds it, digest)."""
+    """What to pull from one unit: rows by (group id, trajectory), and images by (group id that holds it, digest).
+
+    An image that is asked for several times crosses the network several times; one copy of it is kept.
+    """
 
     rows: tuple[tuple[int, int], ...] = ()
     media: tuple[tuple[int, str], ...] = ()
     fields: tuple[str, ...] = tuple(FIELDS)
+    pixels: Literal["uint8", "float32"] = "uint8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +143,7 @@ class StorageClient:
             StorageRefused: the unit does not answer such a request.
             WireError: not done after all attempts.
         """
-        get = msgspec.msgpack.encode(Get(request.rows, request.fields, request.media))
+        get = msgspec.msgpack.encode(Get(request.rows, request.fields, request.media, request.pixels))
 
         def attempt(sock: socket.socket, deadline: wire.Deadline) -> Pulled:
             wire.send_frame(sock, Kind.GET, get, deadline=deadline)
@@ -263,13 +268,18 @@ def _receive_data(sock: socket.socket, request: PullRequest, prefix: wire.Prefix
     if len(data.lengths) != len(request.rows) or [m.digest for m in data.media] != [d for _, d in request.media]:
         raise wire.WireProtocolError("the response is not what was asked for")
     row_bytes = sum(data.lengths) * sum(dtype.itemsize for name, dtype in FIELDS.items() if name in request.fields)
-    if row_bytes + sum(math.prod(image.shape) for image in data.media) != prefix.payload_bytes:
+    pixel = np.dtype(request.pixels)
+    if row_bytes + sum(math.prod(image.shape) for image in data.media) * pixel.itemsize != prefix.payload_bytes:
         raise wire.WireProtocolError(f"a payload of {prefix.payload_bytes} bytes, but its header speaks of other sizes")
     rows = memoryview(bytearray(row_bytes))
-    images = [np.empty(image.shape, np.uint8) for image in data.media]
-    wire.receive_payload(sock, prefix, [rows, *(image.data.cast("B") for image in images)], deadline)
+    images: dict[MediaShape, np.ndarray] = {}
+    for shape in data.media:
+        if shape not in images:
+            images[shape] = np.empty(shape.shape, pixel)
+    buffers = [images[shape].data.cast("B") for shape in data.media]  # further copies of an image fall on the first
+    wire.receive_payload(sock, prefix, [rows, *buffers], deadline)
     return Pulled(
         row_views(rows, data.lengths, request.fields),
-        {shape.digest: image for shape, image in zip(data.media, images, strict=True)},
+        {shape.digest: image for shape, image in images.items()},
         prefix.payload_bytes,
     )

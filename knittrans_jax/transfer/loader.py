@@ -5,32 +5,45 @@ chunk 0 also the encoder rows) -> pack -> global arrays -> tell the scheduler th
 
 What it guarantees:
 
-* which rows a process pulls follows from the shardings themselves; nothing else is pulled;
+* which rows a process pulls follows from the shardings themselves; nothing else is pulled (the baselines `dispatch` and
+  `gather` pull what they say, see below);
 * nothing that can fail on one process alone happens after the go;
 * the thread runs no collective;
 * a failure surfaces in `next()` with its cause; `close()` returns soon, whatever the thread waits for;
 * the state is the id of the last plan that was handed out whole: a restored loader begins with the plan after it.
+
+Transfer modes. `on_demand`: for every chunk what its program reads, each image once. The baselines ship every trajectory with
+float32 pixel values of its own for every image that it shows. `dispatch`: a process pulls its own rows, for the whole train
+batch before its first chunk, each mini-batch as soon as it is planned; an image that only its encoder rows need comes once
+more. `gather`: process 0 pulls the whole mini-batch before its first chunk, and every other process gets all of it from there.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import grain
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from knittrans_jax.encoding.modes import ConfiguredMode, EncoderWork, Mode, plan_encoding
+from knittrans_jax.encoding.table_cache import TableCache
 from knittrans_jax.launch.messages import ChunkHeld, Go, NextPlan, PlanReply, Reply, Request
-from knittrans_jax.trajectory import MiniBatchPlan, Trajectory
+from knittrans_jax.trajectory import MiniBatchPlan
 from knittrans_jax.transfer import pack
 from knittrans_jax.transfer.batch import CHUNK_ROW_AXIS, ChunkArrays, ImageArrays
-from knittrans_jax.transfer.client import PullRequest, StorageClient
-from knittrans_jax.transfer.control import ControlError, ControlStopped
+from knittrans_jax.transfer.control import ControlError
+from knittrans_jax.transfer.pull import Payload, UnitClients, shown_images
+from knittrans_jax.transfer.relay import RelayServer
+
+TransferMode = Literal["on_demand", "dispatch", "gather"]
+"""What `train.transfer` may be."""
 
 
 class LoaderError(RuntimeError):
@@ -54,7 +67,7 @@ class LoaderOptions:
     """What does not change over a run.
 
     `open_scheduler(stopped)` makes the loader's own control client; it is called in the loader's thread, and the client must
-    give up when `stopped()` becomes true. `encoder_mode` is that of the configuration.
+    give up when `stopped()` becomes true. `encoder_mode` and `transfer` are those of the configuration.
     """
 
     open_scheduler: Callable[[Callable[[], bool]], Scheduler]
@@ -64,9 +77,21 @@ class LoaderOptions:
     """The name that this process's tickets carry."""
     chunk_sharding: Sharding
     image_sharding: Sharding
+    replicated_sharding: Sharding
     advantages: pack.Advantages
     spec: pack.PackSpec
-    encoder_mode: str = "per_mini_batch"
+    encoder_mode: ConfiguredMode = "per_mini_batch"
+    cached_rows: int = 0
+    """Rows of the frozen encoder's table."""
+    processor: str = ""
+    """What an image's features depend on besides its content."""
+    transfer: TransferMode = "on_demand"
+    mini_batches: int = 1
+    """`K`: how many plans a train batch has (`dispatch` waits for all of them)."""
+    relay: RelayServer | None = None
+    """`gather`: process 0's, from which the other processes get everything."""
+    relay_unit: str | None = None
+    """`gather`: the name of process 0's relay, on the other processes."""
     prefetch_chunks: int = 2
     pull_timeout_s: float = 30.0
     pull_retries: int = 3
@@ -81,13 +106,22 @@ class Chunk:
     index: int
     arrays: ChunkArrays
     """Global `jax.Array`s."""
+    mode: Mode | None
+    """How the plan's images are encoded; None: it has none."""
     images: ImageArrays | None
-    """`per_mini_batch`: the encoder's input, with the first chunk of a plan that has images. `per_micro_batch`: this
-    chunk's own copies, with a leading axis C, with every chunk of such a plan."""
+    """The encoder's input, with the first chunk (`per_mini_batch`; `frozen`: of images that are not cached, if any), or this
+    chunk's own images with a leading axis C, with every chunk (`per_micro_batch`, `per_micro_batch_unique`)."""
+    insert: jax.Array | None
+    """`frozen`: int32 [rows that `images` encode to], their places in the cached table; its size means none."""
+    encoder_figures: Mapping[str, float]
+    """Of the plan, by name (see `EncoderWork`)."""
     plan_arrived_s: float
+    """When the plan was known (`dispatch`: the last one of its train batch)."""
     ready_s: float
     pulled_bytes: int
-    """Payload bytes that this process pulled for this chunk."""
+    """Payload bytes that this process pulled from storage units for this chunk."""
+    relayed_bytes: int
+    """`gather`: payload bytes that it got from process 0."""
 
     @property
     def first(self) -> bool:
@@ -184,53 +218,70 @@ class PlanChunks(grain.IterDataset[Chunk]):
             iterator.interrupt()
 
 
+@dataclasses.dataclass
+class _Work:
+    """A plan on its way through the loader."""
+
+    plan: MiniBatchPlan
+    encoder: EncoderWork
+    arrived_s: float
+    whole: bool
+    """Everything of it was pulled already."""
+    payload: Payload
+
+
 class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
     def __init__(self, options: LoaderOptions, stop: threading.Event) -> None:
         super().__init__()
         self._options, self._stop = options, stop
         self._scheduler: Scheduler | None = None
-        self._clients: dict[str, StorageClient] = {}
-        self._after_plan = options.after_plan
-        self._plan: MiniBatchPlan | None = None
-        self._plan_arrived_s = 0.0
+        self._clients = UnitClients(options.peer, options.pull_timeout_s, options.pull_retries, stop.is_set)
+        self._pixels: pack.Pixels = "uint8" if options.transfer == "on_demand" else "float32"
+        self._begin_after(options.after_plan)
+
+    def _begin_after(self, plan_id: int) -> None:
+        self._after_plan = plan_id
+        self._cache: TableCache | None = None
+        if self._options.encoder_mode == "frozen":
+            self._cache = TableCache(self._options.cached_rows, self._options.processor)
+        self._ahead: collections.deque[_Work] = collections.deque()
+        self._work: _Work | None = None
         self._next_chunk = 0
-        self._copies: pack.CopiesLayout | None = None
+        self._pulled_bytes = self._relayed_bytes = 0
 
     def __next__(self) -> Chunk:
         try:
-            if self._plan is None:
-                self._next_plan()
-            if self._plan is None:
+            if self._work is None:
+                self._work = self._next_work()
+            if self._work is None:
                 raise StopIteration
-            chunk = self._bring(self._plan, self._next_chunk)
+            chunk = self._bring(self._work, self._next_chunk)
         except StopIteration:
             raise
         except Exception as error:
             if self._stop.is_set():
                 raise LoaderError("the loader was closed while it brought a chunk") from error
-            what = f"chunk {self._next_chunk} of plan {self._plan.plan_id}" if self._plan else "the next plan"
+            what = f"chunk {self._next_chunk} of plan {self._work.plan.plan_id}" if self._work else "the next plan"
             raise LoaderError(
                 f"process {self._options.process}: {what} (after plan {self._after_plan}): {type(error).__name__}: {error}"
             ) from error
         self._next_chunk += 1
         if chunk.last:
-            self._after_plan, self._plan, self._next_chunk = chunk.plan.plan_id, None, 0
+            self._after_plan, self._work, self._next_chunk = chunk.plan.plan_id, None, 0
         return chunk
 
     def get_state(self) -> dict[str, Any]:
         return {"after_plan": self._after_plan}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._after_plan, self._plan, self._next_chunk = int(state["after_plan"]), None, 0
+        self._begin_after(int(state["after_plan"]))
 
     def interrupt(self) -> None:
-        for client in list(self._clients.values()):
-            client.interrupt()
+        self._clients.interrupt()
 
     def close(self) -> None:
         super().close()
-        for client in self._clients.values():
-            client.close()
+        self._clients.close()
         if self._scheduler is not None:
             self._scheduler.close()
             self._scheduler = None
@@ -240,60 +291,118 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
             self._scheduler = self._options.open_scheduler(self._stop.is_set)
         return self._scheduler.call(request)
 
-    def _next_plan(self) -> None:
+    # --- plans ----------------------------------------------------------------------------------------------------------
+
+    def _next_work(self) -> _Work | None:
+        if self._ahead:
+            return self._ahead.popleft()
+        batch: list[_Work] = []
+        while not batch or (
+            self._options.transfer == "dispatch" and batch[-1].plan.mini_batch < self._options.mini_batches - 1
+        ):
+            plan = self._next_plan(batch[-1].plan.plan_id if batch else self._after_plan)
+            if plan is None:
+                return None  # the run ends, and a train batch that is not whole is not begun
+            arrived_s = time.monotonic()
+            encoder = plan_encoding(plan, self._options.encoder_mode, self._options.spec, self._cache)
+            work = _Work(plan, encoder, arrived_s, self._options.transfer != "on_demand", Payload())
+            batch.append(work)
+            if work.whole:
+                self._pull_whole(work)
+        for work in batch:
+            work.arrived_s = batch[-1].arrived_s
+        self._ahead.extend(batch)
+        return self._ahead.popleft()
+
+    def _next_plan(self, after_plan: int) -> MiniBatchPlan | None:
         options = self._options
-        request = NextPlan(process=options.process, incarnation=options.incarnation, after_plan=self._after_plan)
-        reply = self._ask(request)
+        reply = self._ask(NextPlan(process=options.process, incarnation=options.incarnation, after_plan=after_plan))
         if not isinstance(reply, PlanReply):
             raise ControlError(f"expected PlanReply to NextPlan, got {type(reply).__name__}")
-        self._plan_arrived_s = time.monotonic()
-        self._plan = reply.plan
-        if reply.plan is None:
-            return
-        self._copies = None
-        if options.encoder_mode == "per_micro_batch" and reply.plan.images:
-            self._copies = pack.copies_layout(reply.plan)
-        for unit, ticket in reply.tickets.items():
-            client = self._clients.get(unit)
-            if client is not None and client.address == reply.units.get(unit):
-                client.renew(ticket)
-            elif unit in reply.units:
-                if client is not None:
-                    client.close()
-                self._clients[unit] = StorageClient(
-                    reply.units[unit],
-                    ticket,
-                    options.peer,
-                    options.pull_timeout_s,
-                    options.pull_retries,
-                    stopped=self._stop.is_set,
-                )
+        self._clients.renew(reply.units, reply.tickets)
+        return reply.plan
 
-    def _bring(self, plan: MiniBatchPlan, index: int) -> Chunk:
-        options, spec = self._options, self._options.spec
+    # --- payloads -------------------------------------------------------------------------------------------------------
+
+    def _pull_whole(self, work: _Work) -> None:
+        """`dispatch`: this process's rows of the mini-batch; `gather`: everybody's. Each with its own pixel values."""
+        options, plan = self._options, work.plan
+        if options.transfer == "gather":
+            everything = range(len(plan.placements))
+            shown = shown_images(plan, everything)
+            work.payload = self._clients.pull(
+                plan, everything, shown, options.spec, self._pixels, unit=options.relay_unit
+            )
+            if options.relay is not None:
+                options.relay.offer(plan, work.payload)
+        else:
+            rows = rows_to_feed(options.chunk_sharding, pack.chunk_shape(plan), CHUNK_ROW_AXIS)
+            placements = [p for chunk in range(plan.chunks) for p in pack.chunk_needs(plan, chunk, rows)]
+            shown = shown_images(plan, placements)
+            others = [image for image in self._encoder_needs(work) if image not in set(shown)]
+            work.payload = self._clients.pull(plan, placements, [*shown, *others], options.spec, self._pixels)
+        if options.relay_unit is None:
+            self._pulled_bytes += work.payload.bytes
+        else:
+            self._relayed_bytes += work.payload.bytes
+
+    def _pull_for(self, work: _Work, index: int, placements: Sequence[int]) -> None:
+        """`on_demand`: these rows, and of the images that are read now those that did not come before."""
+        plan, held = work.plan, work.payload
+        if work.encoder.copies is not None:
+            wanted = sorted(set(shown_images(plan, placements)))
+        else:
+            wanted = self._encoder_needs(work) if index == 0 else []
+        missing = [image for image in wanted if plan.images[image].digest not in held.media]
+        pulled = self._clients.pull(plan, placements, missing, self._options.spec)
+        held.trajectories = pulled.trajectories  # the rows of earlier chunks are on the device
+        held.media.update(pulled.media)
+        self._pulled_bytes += pulled.bytes
+
+    def _encoder_needs(self, work: _Work) -> list[int]:
+        """Indices of the plan's images that lie in this process's encoder rows."""
+        encode = work.encoder.encode
+        if encode is None:
+            return []
+        rows = rows_to_feed(self._options.image_sharding, pack.image_shape(encode, self._options.spec), 0)
+        mine = {encode.images[image].digest for image in pack.image_needs(encode, rows)}
+        return [index for index, image in enumerate(work.plan.images) if image.digest in mine]
+
+    # --- chunks ---------------------------------------------------------------------------------------------------------
+
+    def _bring(self, work: _Work, index: int) -> Chunk:
+        options, spec, plan, encoder = self._options, self._options.spec, work.plan, work.encoder
         shape = pack.chunk_shape(plan)
         rows = rows_to_feed(options.chunk_sharding, shape, CHUNK_ROW_AXIS)
-        placements = pack.chunk_needs(plan, index, rows)
-        if self._copies is not None:
-            wanted = sorted({image for p in placements for image in plan.placements[p].images})
-        elif index == 0 and plan.images:
-            encoder_rows = rows_to_feed(options.image_sharding, pack.image_shape(plan, spec), 0)
-            wanted = pack.image_needs(plan, encoder_rows)
-        else:
-            wanted = []
-        trajectories, media, pulled_bytes = self._pull(plan, placements, wanted)
+        if not work.whole:
+            self._pull_for(work, index, pack.chunk_needs(plan, index, rows))
+        media = work.payload.media
 
         images: ImageArrays | None = None
-        if self._copies is not None:
-            copies_shape = pack.copies_shape(plan, self._copies, spec)
+        insert: jax.Array | None = None
+        if encoder.copies is not None:
+            copies_shape = pack.copies_shape(plan, encoder.copies, spec)
             encoder_rows = rows_to_feed(options.chunk_sharding, copies_shape, CHUNK_ROW_AXIS)
-            packed = pack.pack_copies(plan, index, rows, encoder_rows, media, spec, self._copies)
+            packed = pack.pack_copies(plan, index, rows, encoder_rows, media, spec, encoder.copies, self._pixels)
             images = ImageArrays(*_to_mesh(packed, options.chunk_sharding, CHUNK_ROW_AXIS, copies_shape[1]))
-        elif index == 0 and plan.images:
-            encoder_rows = rows_to_feed(options.image_sharding, pack.image_shape(plan, spec), 0)
-            packed = pack.pack_images(plan, encoder_rows, media, spec)
-            images = ImageArrays(*_to_mesh(packed, options.image_sharding, 0, pack.image_shape(plan, spec)[0]))
-        packed = pack.pack_chunk(plan, index, rows, trajectories, options.advantages, spec, self._copies)
+        elif index == 0 and encoder.encode is not None:
+            image_shape = pack.image_shape(encoder.encode, spec)
+            encoder_rows = rows_to_feed(options.image_sharding, image_shape, 0)
+            packed = pack.pack_images(encoder.encode, encoder_rows, media, spec, self._pixels)
+            images = ImageArrays(*_to_mesh(packed, options.image_sharding, 0, image_shape[0]))
+            if encoder.insert is not None:
+                rows_N = encoder.insert
+                insert = jax.make_array_from_callback(rows_N.shape, options.replicated_sharding, lambda at: rows_N[at])
+        packed = pack.pack_chunk(
+            plan,
+            index,
+            rows,
+            work.payload.trajectories,
+            options.advantages,
+            spec,
+            encoder.copies,
+            encoder.table_rows,
+        )
         arrays = ChunkArrays(*_to_mesh(packed, options.chunk_sharding, CHUNK_ROW_AXIS, shape[1]))
 
         held = ChunkHeld(process=options.process, incarnation=options.incarnation, plan_id=plan.plan_id, chunk=index)
@@ -302,43 +411,23 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
             raise StopIteration  # the run ends, and no process launches this chunk
         if not isinstance(reply, Go):
             raise ControlError(f"expected Go to ChunkHeld, got {type(reply).__name__}")
-        return Chunk(plan, index, arrays, images, self._plan_arrived_s, time.monotonic(), pulled_bytes)
-
-    def _pull(
-        self, plan: MiniBatchPlan, placements: Sequence[int], images: Sequence[int]
-    ) -> tuple[dict[int, Trajectory], dict[str, np.ndarray], int]:
-        """Pulls rows and images, one request per unit -> (trajectories by placement, images by digest, payload bytes)."""
-        rows_of: dict[str, list[int]] = {}
-        for index in placements:
-            rows_of.setdefault(plan.groups[plan.placements[index].group].unit, []).append(index)
-        images_of: dict[str, list[int]] = {}
-        for index in images:
-            images_of.setdefault(plan.groups[plan.images[index].group].unit, []).append(index)
-        trajectories: dict[int, Trajectory] = {}
-        media: dict[str, np.ndarray] = {}
-        pulled_bytes = 0
-        for unit in sorted(rows_of.keys() | images_of.keys()):
-            if self._stop.is_set():
-                raise ControlStopped("stopped between two pulls")
-            if unit not in self._clients:
-                raise LoaderError(f"plan {plan.plan_id} came without address and ticket for unit {unit}")
-            numbers = rows_of.get(unit, [])
-            places = [plan.placements[index] for index in numbers]
-            pulled = self._clients[unit].pull(
-                PullRequest(
-                    rows=tuple((plan.groups[place.group].group_id, place.trajectory) for place in places),
-                    media=tuple(
-                        (plan.groups[plan.images[i].group].group_id, plan.images[i].digest)
-                        for i in images_of.get(unit, [])
-                    ),
-                )
-            )
-            trajectories.update(
-                (index, Trajectory(**fields)) for index, fields in zip(numbers, pulled.rows, strict=True)
-            )
-            media.update(pulled.media)
-            pulled_bytes += pulled.payload_bytes
-        return trajectories, media, pulled_bytes
+        if options.relay is not None and index == 0:  # every process holds the whole mini-batch
+            options.relay.release(tuple(group.group_id for group in plan.groups))
+        pulled, relayed = self._pulled_bytes, self._relayed_bytes
+        self._pulled_bytes = self._relayed_bytes = 0
+        return Chunk(
+            plan=plan,
+            index=index,
+            arrays=arrays,
+            mode=encoder.mode,
+            images=images,
+            insert=insert,
+            encoder_figures=encoder.figures,
+            plan_arrived_s=work.arrived_s,
+            ready_s=time.monotonic(),
+            pulled_bytes=pulled,
+            relayed_bytes=relayed,
+        )
 
 
 def _to_mesh(arrays: Sequence[np.ndarray], sharding: Sharding, axis: int, rows: int) -> list[jax.Array]:
@@ -350,4 +439,13 @@ def _to_mesh(arrays: Sequence[np.ndarray], sharding: Sharding, axis: int, rows: 
     return made
 
 
-__all__ = ["Chunk", "ChunkLoader", "LoaderError", "LoaderOptions", "PlanChunks", "rows_to_feed", "split_wait"]
+__all__ = [
+    "Chunk",
+    "ChunkLoader",
+    "LoaderError",
+    "LoaderOptions",
+    "PlanChunks",
+    "TransferMode",
+    "rows_to_feed",
+    "split_wait",
+]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -32,6 +33,10 @@ from knittrans_jax.transfer.plan import (
 
 Advantages = Callable[[Sequence[float]], np.ndarray]
 """Rewards of a group's trajectories -> float32 advantages."""
+
+
+Pixels = Literal["uint8", "float32"]
+"""Type of pixel values, 0 to 255 in either: as they are stored, or as the baselines ship them."""
 
 
 class PackError(ValueError):
@@ -55,34 +60,45 @@ class PackSpec:
 
 @dataclasses.dataclass(frozen=True)
 class CopiesLayout:
-    """Where every shown image lies when each micro-batch encodes its own copies (mode `per_micro_batch`).
+    """Where every shown image lies when each micro-batch encodes its own (modes `per_micro_batch` and `.._unique`).
 
-    `places[(p, i)]`: (row, offset) in its shard's encoder rows of its micro-batch, for the i-th image of placement `p`.
+    `places[(p, i)]`: (row, offset) in its shard's encoder rows of its micro-batch, for the i-th image of placement `p`. Those
+    that show one image in one micro-batch on one shard have one place when the layout is unique.
     """
 
     rows_per_shard: int
     places: dict[tuple[int, int], tuple[int, int]]
+    patches: int
+    """Patches of all images that are encoded, over all micro-batches and shards; padding not counted."""
 
 
-def copies_layout(plan: MiniBatchPlan) -> CopiesLayout:
-    """Packs every shown image, copies and all, into encoder rows of the micro-batch that shows it; one shape for the plan."""
-    shown: dict[tuple[int, int], list[PackItem]] = {}
+def copies_layout(plan: MiniBatchPlan, *, unique: bool) -> CopiesLayout:
+    """Packs the shown images into encoder rows of the micro-batch that shows them; one shape for the plan.
+
+    `unique`: each image once in a micro-batch, else every copy.
+    """
+    shown: dict[tuple[int, int], dict[tuple[int, int], list[tuple[int, int]]]] = {}
     for number, placement in enumerate(plan.placements):
-        place = (placement.shard, placement.row // plan.rows_per_micro_batch)
+        uses = shown.setdefault((placement.shard, placement.row // plan.rows_per_micro_batch), {})
         for index, image in enumerate(placement.images):
-            meta = plan.images[image]
-            shown.setdefault(place, []).append(PackItem(-meta.grid_h * meta.grid_w, (number, index)))
+            uses.setdefault((image, 0) if unique else (number, index), []).append((number, index))
     places: dict[tuple[int, int], tuple[int, int]] = {}
-    most = 0
-    for items in shown.values():
+    most = patches = 0
+    for uses in shown.values():
+        items = []
+        for key, (first, *_) in uses.items():
+            image = plan.images[plan.placements[first[0]].images[first[1]]]
+            items.append(PackItem(-image.grid_h * image.grid_w, key))
         rows = best_fit(items, plan.encoder_row_patches)
         most = max(most, len(rows))
         for row, packed in enumerate(rows):
             offset = 0
             for item in packed:
-                places[int(item.key[0]), int(item.key[-1])] = (row, offset)
+                for use in uses[int(item.key[0]), int(item.key[-1])]:
+                    places[use] = (row, offset)
                 offset += item.size
-    return CopiesLayout(bucket_rows(most), places)
+            patches += offset
+    return CopiesLayout(bucket_rows(most), places, patches)
 
 
 def chunk_shape(plan: MiniBatchPlan) -> tuple[int, int, int]:
@@ -125,6 +141,7 @@ def pack_chunk(
     advantages: Advantages,
     spec: PackSpec,
     copies: CopiesLayout | None = None,
+    table_rows: Mapping[str, np.ndarray] | None = None,
 ) -> ChunkArrays:
     """The chunk's arrays for these rows, R = len(rows).
 
@@ -136,6 +153,7 @@ def pack_chunk(
         advantages: rewards of a group -> advantages.
         spec: the model's image geometry.
         copies: given, `table_index` points into the micro-batch's own copies on its shard, not into the global table.
+        table_rows: given, the table's rows of every image's tokens, by digest, in place of the plan's (mode `frozen`).
 
     Raises:
         PackError: a trajectory is not what the plan says.
@@ -175,27 +193,32 @@ def pack_chunk(
         arrays.advantages[at] = _by_token(sampled, advantages_of[placement.group][placement.trajectory], where)
         arrays.positions[at[0], at[1], :, at[2]] = _positions(plan, placement, trajectory, spec, where)
         if placement.images:
-            table = _table_rows(plan, index, placement, spec, copies)
+            table = _table_rows(plan, index, placement, spec, copies, table_rows)
             arrays.table_index[at][trajectory.tokens_T == spec.image_token_id] = table
     return arrays
 
 
 def pack_images(
-    plan: MiniBatchPlan, encoder_rows: Sequence[int], media: Mapping[str, np.ndarray], spec: PackSpec
+    plan: MiniBatchPlan,
+    encoder_rows: Sequence[int],
+    media: Mapping[str, np.ndarray],
+    spec: PackSpec,
+    pixels: Pixels = "uint8",
 ) -> ImageArrays:
     """The encoder's input for these rows, ER = len(encoder_rows).
 
     Args:
         plan: the mini-batch.
         encoder_rows: sorted global encoder rows.
-        media: uint8 [H, W, C] by digest, at least those of `image_needs`.
+        media: [H, W, C] by digest, at least those of `image_needs`.
         spec: the model's image geometry.
+        pixels: their type, and that of the packed patches.
 
     Raises:
         PackError: an image is not what the plan says.
     """
     row_at = {row: at for at, row in enumerate(encoder_rows)}
-    arrays = _empty_images((len(encoder_rows),), plan, spec)
+    arrays = _empty_images((len(encoder_rows),), plan, spec, pixels)
     entries = (
         (row_at[encoder_row(plan, image)], image.offset, image)
         for image in (plan.images[index] for index in image_needs(plan, encoder_rows))
@@ -212,23 +235,25 @@ def pack_copies(
     media: Mapping[str, np.ndarray],
     spec: PackSpec,
     copies: CopiesLayout,
+    pixels: Pixels = "uint8",
 ) -> ImageArrays:
-    """Every shown image of the chunk's micro-batches, copies and all: `ImageArrays` with a leading axis C.
+    """The shown images of the chunk's micro-batches, as `copies` has them: `ImageArrays` with a leading axis C.
 
     `rows` and `encoder_rows` must belong to the same shards.
     """
     row_at = {row: at for at, row in enumerate(encoder_rows)}
-    arrays = _empty_images((plan.chunk_micro_batches, len(encoder_rows)), plan, spec)
+    arrays = _empty_images((plan.chunk_micro_batches, len(encoder_rows)), plan, spec, pixels)
     for micro_batch in range(plan.chunk_micro_batches):
-        entries = []
+        entries = {}
         for index in chunk_needs(plan, chunk, rows):
             placement = plan.placements[index]
             if chunk_row(plan, placement)[0] != micro_batch:
                 continue
             for number, image in enumerate(placement.images):
                 row, offset = copies.places[index, number]
-                entries.append((row_at[placement.shard * copies.rows_per_shard + row], offset, plan.images[image]))
-        _fill_images(ImageArrays(*(a[micro_batch] for a in arrays)), entries, media, spec)
+                entries[row_at[placement.shard * copies.rows_per_shard + row], offset] = plan.images[image]
+        placed = ((row, offset, image) for (row, offset), image in entries.items())
+        _fill_images(ImageArrays(*(a[micro_batch] for a in arrays)), placed, media, spec)
     return arrays
 
 
@@ -266,9 +291,16 @@ def _positions(
 
 
 def _table_rows(
-    plan: MiniBatchPlan, index: int, placement: Placement, spec: PackSpec, copies: CopiesLayout | None
+    plan: MiniBatchPlan,
+    index: int,
+    placement: Placement,
+    spec: PackSpec,
+    copies: CopiesLayout | None,
+    table_rows: Mapping[str, np.ndarray] | None,
 ) -> np.ndarray:
     """Table rows of all image placeholders of a trajectory, in order."""
+    if table_rows is not None:
+        return np.concatenate([table_rows[plan.images[image].digest] for image in placement.images])
     parts = []
     for number, image in enumerate(plan.images[i] for i in placement.images):
         if copies is None:
@@ -280,14 +312,14 @@ def _table_rows(
     return np.concatenate(parts)
 
 
-def _empty_images(leading: tuple[int, ...], plan: MiniBatchPlan, spec: PackSpec) -> ImageArrays:
+def _empty_images(leading: tuple[int, ...], plan: MiniBatchPlan, spec: PackSpec, pixels: Pixels) -> ImageArrays:
     if plan.encoder_row_patches % spec.merge_size**2:
         raise PlanError(
             f"train.encoder_row_patches: {plan.encoder_row_patches} is no multiple of merge_size^2 ({spec.merge_size**2})"
         )
     shape = (*leading, plan.encoder_row_patches)
     return ImageArrays(
-        patches=np.zeros((*shape, spec.patch_values), np.uint8),
+        patches=np.zeros((*shape, spec.patch_values), pixels),
         coords=np.zeros((*shape, 2), np.int32),
         grids=np.zeros((*shape, 2), np.int32),
         segment_ids=np.zeros(shape, np.int32),

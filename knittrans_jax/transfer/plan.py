@@ -21,7 +21,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+import msgspec
 
 from knittrans_jax.trajectory import (
     TRAJECTORY_BYTES_PER_TOKEN,
@@ -180,6 +182,14 @@ def table_row(plan: MiniBatchPlan, image: ImagePlacement, merge_size: int) -> in
             f"into tokens of {merge_size}x{merge_size} patches; use a multiple of {merge_size**2}"
         )
     return first_patch // merge_size**2
+
+
+def encode_only(plan: MiniBatchPlan, digests: Collection[str]) -> MiniBatchPlan:
+    """The encoder's input of a plan with these of its images only, packed anew. It places no trajectories."""
+    images, rows = _deal_images(
+        [image for image in plan.images if image.digest in digests], plan.shards, plan.encoder_row_patches
+    )
+    return msgspec.structs.replace(plan, images=images, encoder_rows_per_shard=rows, placements=())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,7 +371,27 @@ def _place_images(
                     f"group {group.group_id}: image {media.digest} is {media.grid_h}x{media.grid_w} patches here and "
                     f"{first.grid_h}x{first.grid_w} in group {owner[media.digest][0]}: one digest, one picture"
                 )
-    rows = best_fit([PackItem(-media.patches, (digest,)) for digest, (_, media) in owner.items()], row_patches)
+    unplaced = [
+        ImagePlacement(
+            digest=digest,
+            group=index_of[group_id],
+            shard=0,
+            row=0,
+            offset=0,
+            grid_h=media.grid_h,
+            grid_w=media.grid_w,
+        )
+        for digest, (group_id, media) in owner.items()
+    ]
+    return _deal_images(unplaced, shards, row_patches)
+
+
+def _deal_images(
+    images: Iterable[ImagePlacement], shards: int, row_patches: int
+) -> tuple[tuple[ImagePlacement, ...], int]:
+    """Packs images into encoder rows and deals these out evenly -> (the images, placed; rows per shard)."""
+    by_digest = {image.digest: image for image in images}
+    rows = best_fit([PackItem(-i.grid_h * i.grid_w, (digest,)) for digest, i in by_digest.items()], row_patches)
     rows.sort(key=lambda row: (-_tokens(row), _row_order(row)))
     placed = []
     for index, row in enumerate(rows):
@@ -370,19 +400,9 @@ def _place_images(
         shard = at if turn % 2 == 0 else shards - 1 - at
         offset = 0
         for item in row:
-            group_id, media = owner[str(item.key[0])]
-            placed.append(
-                ImagePlacement(
-                    digest=media.digest,
-                    group=index_of[group_id],
-                    shard=shard,
-                    row=turn,
-                    offset=offset,
-                    grid_h=media.grid_h,
-                    grid_w=media.grid_w,
-                )
-            )
-            offset += media.patches
+            image = by_digest[str(item.key[0])]
+            placed.append(msgspec.structs.replace(image, shard=shard, row=turn, offset=offset))
+            offset += item.size
     placed.sort(key=lambda image: (image.shard, image.row, image.offset))
     return tuple(placed), bucket_rows(math.ceil(len(rows) / shards))
 

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -153,7 +154,7 @@ class StorageServer:
         for _, thread in connections:
             thread.join(max(0.0, end - time.monotonic()))
 
-    def __enter__(self) -> StorageServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -286,7 +287,8 @@ class StorageServer:
             self._send(sock, Kind.ERROR, Error("missing", str(error)))
             return
         shapes = tuple(MediaShape(digest, *image.shape) for (_, digest), image in zip(get.media, media, strict=True))
-        buffers = row_buffers(rows, get.fields) + [as_bytes(image) for image in media]
+        pixels = {id(image): as_bytes(image.astype(get.pixels, copy=False)) for image in media}  # each converted once
+        buffers = row_buffers(rows, get.fields) + [pixels[id(image)] for image in media]
         asked = sum(buffer.nbytes for buffer in buffers)
         if asked > self._limits.payload_bytes:
             reason = f"{asked} bytes asked for at once, at most {self._limits.payload_bytes} are sent: ask in parts"

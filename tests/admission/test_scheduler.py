@@ -337,6 +337,25 @@ def with_plan(**changes: object) -> tuple[Model, msg.PlanReply]:
     return model, replies[0]
 
 
+def test_a_process_that_relays_gets_the_key_and_the_units_and_the_others_get_the_relay():
+    model = Model(make_core(make_config(), make_prompts(COUNTS)))
+    model.send(msg.TrainHello(process=1, processes=2, pid=1))
+    welcome = model.ask(msg.TrainHello(process=0, processes=2, pid=0, relay="127.0.0.1:relay"))
+    assert welcome == msg.TrainWelcome(incarnation=0, ticket_key=bytes(32))
+    for process in range(2):
+        model.ask(msg.WeightsWritten(process=process, incarnation=0, version=0))
+    for host in model.hosts:
+        model.sync(host)
+    lease_all(model, model.hosts[0])
+    model.sync(model.hosts[0])
+    first, second = (model.ask(msg.NextPlan(process=p, incarnation=0, after_plan=-1)) for p in range(2))
+    assert isinstance(first, msg.PlanReply)
+    assert isinstance(second, msg.PlanReply)
+    assert first.plan == second.plan is not None
+    assert (set(first.units), second.units) == ({"host0"}, {"train0": "127.0.0.1:relay"})
+    tickets.check(bytes(32), second.tickets["train0"], unit="train0", peer="train1", now_s=model.now_s)
+
+
 def test_a_plan_comes_with_addresses_and_a_ticket_per_unit_in_the_process_s_name():
     model, reply = with_plan()
     assert reply.plan is not None
@@ -589,7 +608,12 @@ def test_the_summary_has_every_figure_and_its_accounts_add_up():
         "patches_encoded": 96,
         "patches_naive": 192,
     }
-    assert summary["bytes"] == {"payload_pulled": 240, "payload_unique": 12000, "payload_through_scheduler": 0}
+    assert summary["bytes"] == {
+        "payload_pulled": 240,
+        "payload_unique": 12000,
+        "payload_relayed": 0,
+        "payload_through_scheduler": 0,
+    }
     assert summary["trainer_wait_s"]["groups"] == pytest.approx(2.4)
     assert summary["compilations_after_warmup"] == 0
     assert summary["staleness"]["unit"] == "updates"

@@ -126,14 +126,15 @@ task: {name: my_task.py:Echo, options: {repeat: 2}}
 batch: {groups: 2, mini_batches: 2, trajectories_per_group: 2}
 admission: {schedule: colocated}
 rollout: {slots: 4, cache_tokens: 24, max_answer_tokens: 7}
-train: {updates: 4, publish: train_batch, row_tokens: 32, micro_batch_rows: 1, encoder_mode: per_micro_batch}
+train: {updates: 4, publish: train_batch, row_tokens: 32, micro_batch_rows: 1, transfer: gather, encoder_mode: auto}
 eval: {every_updates: 4, prompts: 2, final_prompts: 3}
 """
 
 
 @pytest.mark.slow
 def test_a_users_own_text_task_runs_in_lock_step_without_architectural_staleness(tmp_path: Path) -> None:
-    """Also: no images, so no encoder program runs; and the roles follow a task named by file in the configuration."""
+    """Also: no images, so no encoder program runs; the roles follow a task named by file in the configuration; and process 0
+    gathers all payloads and passes them on."""
     (tmp_path / "lockstep.yaml").write_text(COLOCATED)
     (tmp_path / "my_task.py").write_text((Path(__file__).parents[1] / "rollout" / "my_task.py").read_text())
     run = subprocess.run(
@@ -151,4 +152,7 @@ def test_a_users_own_text_task_runs_in_lock_step_without_architectural_staleness
     assert (architectural["mean"], architectural["p50"], architectural["p95"], architectural["max"]) == (0, 0, 0, 0)
     assert summary["staleness"]["gap"]["max"] == 1  # mini-batch 1 of each train batch is trained one update later
     assert summary["encoder"]["images_referenced"] == 0
+    assert (
+        summary["bytes"]["payload_pulled"] == summary["bytes"]["payload_relayed"] == summary["bytes"]["payload_unique"]
+    )
     assert summary["logprob_mismatch"] < 1e-4

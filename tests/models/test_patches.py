@@ -34,6 +34,6 @@ def test_indivisible_pictures_are_refused(shape: tuple[int, ...], message: str):
         grid_of(shape, 4, 2)
 
 
-def test_float_pictures_are_refused():
-    with pytest.raises(ValueError, match="uint8"):
-        patchify(np.zeros((8, 8, 1), np.float32), 4, 2)
+def test_pictures_of_other_types_are_refused():
+    with pytest.raises(ValueError, match="float64; expected uint8 or float32"):
+        patchify(np.zeros((8, 8, 1), np.float64), 4, 2)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+
 from knittrans_jax.admission import events as ev
 from knittrans_jax.config import Config, parse_config
 from knittrans_jax.trajectory import (
@@ -129,3 +131,13 @@ def events() -> list[ev.AnyEvent]:
     log += [rollout(9.8, 4), ev.RoleReport(time_s=9.9, role="scheduler", counters={"payload_through_scheduler": 0.0})]
     log.append(ev.RunEnded(time_s=10.0, reason="finished"))
     return log
+
+
+def every_copy_encoded(made: list[ev.AnyEvent]) -> list[ev.AnyEvent]:
+    """As a trainer tells it that encodes every image in every place, and that got 100 bytes from another process."""
+    return [
+        msgspec.structs.replace(event, metrics=event.metrics | {"patches_encoded": 32.0}, relayed_bytes=100)
+        if isinstance(event, ev.Consumed)
+        else event
+        for event in made
+    ]

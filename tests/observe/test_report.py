@@ -27,7 +27,7 @@ from knittrans_jax.observe.series import by_train_step, wilson
 from knittrans_jax.observe.summary import summary_of
 from knittrans_jax.observe.trace import lanes, trace
 
-from .made import K, config, consumed, events, group, lease, plan
+from .made import K, config, consumed, events, every_copy_encoded, group, lease, plan
 
 VOID = {"meta", "link", "br", "path", "rect", "circle"}
 
@@ -290,7 +290,7 @@ def test_the_command_makes_both_pages_again_and_puts_runs_side_by_side(
 def test_runs_that_differ_in_settings_are_compared_setting_by_setting(tmp_path: Path) -> None:
     one, other = (
         history(tmp_path),
-        history_of(config(tmp_path, row_tokens=256, encoder_mode="per_micro_batch"), events()),
+        history_of(config(tmp_path, row_tokens=256, encoder_mode="per_micro_batch"), every_copy_encoded(events())),
     )
     runs = [Run("a", one, summary_of(one.record)), Run("b", other, summary_of(other.record))]
     words = Page(comparison(runs)).words

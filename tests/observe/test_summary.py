@@ -10,7 +10,7 @@ from knittrans_jax.admission.log import EventLog
 from knittrans_jax.observe.metrics import RunObserver, observe
 from knittrans_jax.observe.summary import summarise, summary_to_dict, token_mean
 
-from .made import config, events
+from .made import config, events, every_copy_encoded
 
 
 def test_every_figure_adds_up(tmp_path: Path) -> None:
@@ -55,9 +55,10 @@ def test_compilations_after_the_second_train_step_are_told_by_role(tmp_path: Pat
     assert one.compilations_after_warmup == 1
 
 
-def test_the_naive_mode_encodes_every_reference(tmp_path: Path) -> None:
-    one = summarise(events(), config(tmp_path, encoder_mode="per_micro_batch"))
+def test_patches_and_bytes_are_what_the_trainer_says(tmp_path: Path) -> None:
+    one = summarise(every_copy_encoded(events()), config(tmp_path))
     assert one.encoder.patches_encoded == one.encoder.patches_naive == 192
+    assert one.bytes.payload_relayed == 600
 
 
 def test_a_run_that_came_to_nothing_has_nulls_and_no_made_up_zeros(tmp_path: Path) -> None:

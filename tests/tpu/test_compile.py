@@ -67,6 +67,6 @@ def test_the_naive_mode_compiles_too(reports: dict[str, ProgramReport]) -> None:
     )
     with jax.numpy_dtype_promotion("standard"):
         programs = {program.name: program for program in train_programs(config, mesh)}
-    naive = compile_report(programs["accumulate_naive"])
+    naive = compile_report(programs["accumulate_copies"])
     assert naive.collectives == {}
     assert naive.flops > reports["accumulate"].flops

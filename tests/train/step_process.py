@@ -1,41 +1,66 @@
-"""Run in a process of its own with 4 CPU devices: one recorded mini-batch through the step in many layouts.
+"""Training processes of the update's tests: one recorded mini-batch, in many layouts, by every way to bring and to encode it.
 
-Prints one JSON object: for each layout the largest relative L2 difference, over tensors, of the gradient (and of the
-parameters after one AdamW update) from those of the reference layout: 1 shard, 1 micro-batch, one trajectory a row, every
-copy of an image encoded anew.
+Arguments: folder, process, coordinator address. Two processes of two CPU devices each run every case of the test's setup, with
+the loader and the trainer of a run and with storage units that the test serves; before that each runs the cases of one device
+that are its own. The gradient of every update is written to the folder.
+
+The model has few layers, and cases share shapes, because nearly all of the time goes into compiling.
 """
 
 import functools
 import json
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import optax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from knittrans_jax.config import ObjectiveConfig, OptimizerConfig
-from knittrans_jax.models import build_model, preset
+from knittrans_jax.config import Config, ObjectiveConfig, parse_config
+from knittrans_jax.launch.messages import ChunkHeld, Go, NextPlan, PlanReply, Reply, Request, UpdateDone
+from knittrans_jax.models import ModelConfig, build_model, preset
 from knittrans_jax.train.advantages import group_advantages
-from knittrans_jax.train.state import init_state, make_optimizer
+from knittrans_jax.train.process import RELAY_UNIT, Trainer
+from knittrans_jax.train.setup import TrainSetup
+from knittrans_jax.train.state import init_state
 from knittrans_jax.train.step import StepPrograms
-from knittrans_jax.trajectory import GroupMeta, MediaMeta, Trajectory, TrajectoryMeta, media_digest
-from knittrans_jax.transfer.pack import (
-    PackSpec,
-    copies_layout,
-    copies_shape,
-    image_shape,
-    pack_chunk,
-    pack_copies,
-    pack_images,
-)
-from knittrans_jax.transfer.plan import layout_mini_batch
+from knittrans_jax.trajectory import GroupMeta, MediaMeta, MiniBatchPlan, Trajectory, TrajectoryMeta, media_digest
+from knittrans_jax.transfer import tickets
+from knittrans_jax.transfer.loader import ChunkLoader, LoaderOptions, rows_to_feed
+from knittrans_jax.transfer.pack import PackSpec
+from knittrans_jax.transfer.relay import RelayServer
 
-VOCAB, IMAGE_ID, GROUPS, MEMBERS, TURNS = 24, 3, 4, 4, 2
+VOCAB, IMAGE_ID, GROUPS, MEMBERS, TURNS = 24, 3, 4, 8, 2
 SAMPLED_IDS = (1, 10, 11, 12, 13)
 SPEC = PackSpec(patch_size=4, merge_size=2, channels=1, image_token_id=IMAGE_ID)
 SIZES = [(8, 8), (16, 16), (8, 24), (16, 8)]
+CACHED_ROWS = 32
+PROCESSES, DEVICES = 2, 2
+DEADLINE_S = 300.0
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """Plans to train on, one update each, from the same parameters. `process`: it alone, on one device."""
+
+    name: str
+    plans: list[MiniBatchPlan]
+    transfer: str = "on_demand"
+    encoder_mode: str = "per_mini_batch"
+    process: int | None = None
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What the test hands to its processes."""
+
+    cases: list[Case]
+    address: str
+    key: bytes
 
 
 def record_mini_batch(seed: int, images: bool) -> tuple[list[GroupMeta], list[list[Trajectory]], dict[str, np.ndarray]]:
@@ -100,54 +125,14 @@ def record_mini_batch(seed: int, images: bool) -> tuple[list[GroupMeta], list[li
     return metas, payloads, media
 
 
-def run(
-    recorded: Any, *, shards: int, micro_batch_rows: int, row_tokens: int, chunk: int, mode: str
-) -> tuple[Any, dict[str, float]]:
-    """One update -> (state, whose opt_state is the gradient; figures)."""
-    optimizer = keep_gradient()
-    metas, payloads, media = recorded
-    mesh = jax.make_mesh((shards,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:shards])
-    model, params = seed_model()
-    programs = StepPrograms(model, ObjectiveConfig(entropy_bonus=0.01), optimizer, mesh, SAMPLED_IDS, 0.9)
-    state = jax.device_put(jax.tree.map(jnp.copy, init_state(params, optimizer)), programs.replicated)  # it is donated
-    plan = layout_mini_batch(
-        metas,
-        plan_id=0,
-        update=0,
-        train_step=0,
-        mini_batch=0,
-        shards=shards,
-        row_tokens=row_tokens,
-        micro_batch_rows=micro_batch_rows,
-        chunk_micro_batches=chunk,
-        encoder_row_patches=64,
+@functools.cache
+def model_config() -> ModelConfig:
+    """The tiny preset with one encoder layer, and a decoder layer after the one that deepstack features reach."""
+    config = preset("tiny", VOCAB)
+    assert config.vision is not None
+    return ModelConfig(
+        text=msgspec.structs.replace(config.text, layers=2), vision=msgspec.structs.replace(config.vision, layers=1)
     )
-    rows = range(shards * micro_batch_rows)
-    everything = {i: payloads[p.group][p.trajectory] for i, p in enumerate(plan.placements)}
-    naive = mode == "per_micro_batch" and bool(plan.images)
-    layout = copies_layout(plan) if naive else None
-    images = table = None
-    table_rows = 0
-    if plan.images and not naive:
-        encoder_rows = range(image_shape(plan, SPEC)[0])
-        images = jax.device_put(pack_images(plan, encoder_rows, media, SPEC), programs.image_sharding)
-        table = programs.encode(state.params, images)
-        table_rows = table.shape[0]
-    sums = programs.start(state.params, table_rows, naive)
-    for number in range(plan.chunks):
-        arrays = pack_chunk(plan, number, rows, everything, lambda r: group_advantages(r, True), SPEC, layout)
-        arrays = jax.device_put(arrays, programs.chunk_sharding)
-        if layout is not None:
-            encoder_rows = range(copies_shape(plan, layout, SPEC)[1])
-            copies = pack_copies(plan, number, rows, encoder_rows, media, SPEC, layout)
-            sums = programs.accumulate_naive(
-                state.params, jax.device_put(copies, programs.chunk_sharding), arrays, sums
-            )
-        else:
-            sums = programs.accumulate(state.params, table, arrays, sums)
-    micro_batches = plan.chunks * chunk
-    state, figures = programs.finish(state, images, sums, jnp.float32(plan.sampled_tokens))
-    return state, {name: float(value) for name, value in figures.items()} | {"micro_batches": micro_batches}
 
 
 @functools.cache
@@ -157,9 +142,9 @@ def seed_model() -> Any:
     (From zero, Adam's first step makes a bias of the size of the learning rate, and where its gradient is almost nothing
     the step's sign is rounding noise: relative to such a bias no two exact paths agree.)
     """
-    model, params = build_model(preset("tiny", VOCAB), seed=1)
+    model, params = build_model(model_config(), seed=1)
     rng = np.random.default_rng(2)
-    moved = jax.tree.map(lambda p: p + jnp.asarray(rng.normal(0, 0.05, p.shape), p.dtype), params)
+    moved = jax.tree.map(lambda p: np.asarray(p) + rng.normal(0, 0.05, p.shape).astype(np.float32), params)
     return model, moved
 
 
@@ -176,76 +161,162 @@ def keep_gradient() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def difference(tree: Any, reference: Any) -> float:
-    """Largest relative L2 difference over tensors."""
-    worst = 0.0
-    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(reference), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        worst = max(worst, float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-12)))
-    return worst
+class Scheduler:
+    """Hands out a case's plans; a go when all processes hold the chunk, which they tell one another by files."""
+
+    def __init__(self, folder: Path, setup: Setup, case: Case, process: int, relay: RelayServer | None) -> None:
+        self.setup, self.case, self.process = setup, case, process
+        self.folder = folder / case.name
+        self.folder.mkdir(exist_ok=True)
+        if relay is not None:
+            relay.set_key(setup.key)
+            (self.folder / "relay.new").write_text(relay.address)
+            (self.folder / "relay.new").rename(self.folder / "relay")
+
+    def call(self, request: Request) -> Reply:
+        if isinstance(request, NextPlan):
+            unit, address = "host0", self.setup.address
+            if self.case.transfer == "gather" and self.process:
+                unit, address = RELAY_UNIT, wait_for(self.folder / "relay").read_text()
+            following = [plan for plan in self.case.plans if plan.plan_id > request.after_plan]
+            ticket = tickets.issue(
+                self.setup.key, unit, f"train{self.process}", time.time() + DEADLINE_S, tickets.new_nonce()
+            )
+            return PlanReply(plan=following[0] if following else None, units={unit: address}, tickets={unit: ticket})
+        assert isinstance(request, ChunkHeld)
+        if self.case.process is None:
+            for process in range(PROCESSES):
+                name = self.folder / f"held-{request.plan_id}-{request.chunk}-{process}"
+                if process == self.process:
+                    name.touch()
+            for process in range(PROCESSES):
+                wait_for(self.folder / f"held-{request.plan_id}-{request.chunk}-{process}")
+        return Go()
+
+    def close(self) -> None:
+        pass
 
 
-def adam_step(gradient: Any) -> Any:
-    """Parameters after one AdamW update by this gradient, in the middle of a run: Adam's moments have a history.
+def wait_for(path: Path) -> Path:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not path.exists():
+        assert time.monotonic() < deadline_s, f"{path} did not come"
+        time.sleep(0.01)
+    return path
 
-    (Its very first step divides each element by its own size: where a gradient is almost nothing, rounding decides the sign.)
-    """
+
+class Recorder:
+    """Stands for scheduler, weight store and counter of compilations: keeps the reports of updates, and nothing else."""
+
+    count, seconds = 0, 0.0
+
+    def __init__(self) -> None:
+        self.reports: list[UpdateDone] = []
+
+    def call(self, request: UpdateDone) -> None:
+        self.reports.append(request)
+
+    def write(self, version: int, params: Any) -> None:
+        pass
+
+    def take_untold(self) -> tuple[str, ...]:
+        return ()
+
+
+@functools.cache
+def initial_state(programs: StepPrograms) -> Any:
+    """A function: every update takes the state that it is given for its own."""
     _, params = seed_model()
-    optimizer = make_optimizer(OptimizerConfig(), 100)
-    rng = np.random.default_rng(3)
-    earlier = jax.tree.map(
-        lambda g: jnp.asarray(rng.normal(0, max(float(np.sqrt(np.mean(np.square(g)))), 1e-6), g.shape), g.dtype),
-        reference_gradient[0],
+    init = functools.partial(init_state, optimizer=programs.optimizer, frozen_encoder=programs.frozen_encoder)
+    jitted = jax.jit(init, out_shardings=programs.replicated)
+    return lambda: jitted(params)
+
+
+def run_case(
+    folder: Path, setup: Setup, case: Case, process: int, programs: StepPrograms, config: Config
+) -> tuple[list[dict[str, np.ndarray]], list[UpdateDone]]:
+    """-> (gradient by tensor, report) of every update."""
+    cached_rows = CACHED_ROWS if programs.frozen_encoder else 0
+    training = TrainSetup(programs, initial_state(programs)(), SPEC, "settings", cached_rows)
+    relay = None
+    if case.transfer == "gather" and process == 0:
+        relay = RelayServer(RELAY_UNIT, "127.0.0.1", wait_s=DEADLINE_S / 2, request_timeout_s=DEADLINE_S)
+    scheduler = Scheduler(folder, setup, case, process, relay)
+    loader = ChunkLoader(
+        LoaderOptions(
+            open_scheduler=lambda stopped: scheduler,
+            process=process,
+            incarnation=1,
+            peer=f"train{process}",
+            chunk_sharding=programs.chunk_sharding,
+            image_sharding=programs.image_sharding,
+            replicated_sharding=programs.replicated,
+            advantages=lambda rewards: group_advantages(rewards, True),
+            spec=SPEC,
+            encoder_mode=case.encoder_mode,  # pyright: ignore[reportArgumentType]
+            cached_rows=cached_rows,
+            processor="settings",
+            transfer=case.transfer,  # pyright: ignore[reportArgumentType]
+            mini_batches=len(case.plans),
+            relay=relay,
+            relay_unit=RELAY_UNIT if case.transfer == "gather" and process else None,
+            pull_timeout_s=DEADLINE_S,
+        )
     )
-    _, opt_state = optimizer.update(earlier, init_state(params, optimizer).opt_state, params)
-    return optax.apply_updates(params, optimizer.update(gradient, opt_state, params)[0])
+    recorder = Recorder()
+    trainer = Trainer(config, training, process, 1, recorder, recorder, recorder)  # pyright: ignore[reportArgumentType]
+    gradients = []
+    for chunk in loader:
+        trainer.take(chunk)
+        if chunk.last:
+            leaves, _ = jax.tree.flatten_with_path(trainer.state.opt_state)
+            gradients.append({jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})
+    loader.close()
+    if relay is not None:
+        relay.close()
+    return gradients, recorder.reports
 
 
-reference_gradient: list[Any] = []
-"""The reference layout's gradient: the scale of the history."""
+def own_rows(plan: MiniBatchPlan, process: int) -> list[int]:
+    """Indices of the placements on a process's two shards."""
+    return [i for i, p in enumerate(plan.placements) if p.shard // DEVICES == process]
 
 
 def main() -> None:
-    """Runs all layouts and prints their differences."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 4)
-    report: dict[str, Any] = {}
-    whole = GROUPS * MEMBERS
-    for images in (True, False):
-        recorded = record_mini_batch(0, images)
-        longest = max(t.length_tokens for g in recorded[0] for t in g.trajectories)
-        kinds = [
-            ("per_mini_batch", 1, whole // 2, longest, 1),
-            ("per_mini_batch", 1, whole // 8, longest, 2),
-            ("per_mini_batch", 2, 2, 2 * longest, 1),
-            ("per_mini_batch", 4, 1, 2 * longest, 2),
-            ("per_micro_batch", 4, 2, 2 * longest, 1),
-        ]
-        state, reference = run(
-            recorded, shards=1, micro_batch_rows=whole, row_tokens=longest, chunk=1, mode="per_micro_batch"
-        )
-        expected = state.opt_state
-        reference_gradient[:] = [expected]
-        params = adam_step(expected)
-        layouts = {}
-        for mode, shards, rows, tokens, chunk in kinds if images else kinds[2:3]:
-            state, figures = run(
-                recorded, shards=shards, micro_batch_rows=rows, row_tokens=tokens, chunk=chunk, mode=mode
-            )
-            packed = "packed" if tokens > longest else "unpacked"
-            layouts[f"{mode}, {shards} shards, {rows} rows, {packed}, chunks of {chunk}"] = {
-                "gradient": difference(state.opt_state, expected),
-                "parameters": difference(adam_step(state.opt_state), params),
-                "loss": abs(figures["loss"] - reference["loss"]),
-                "micro_batches": figures["micro_batches"],
-            }
-        norms = [float(jnp.linalg.norm(leaf.reshape(-1))) for leaf in jax.tree.leaves(expected["decoder"])]
-        report["images" if images else "text"] = {
-            "layouts": layouts,
-            "encoder_norm": float(optax.tree.norm(expected["encoder"])),
-            "smallest_decoder_norm": min(norms),
+    folder, process, coordinator = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.distributed.initialize(coordinator, PROCESSES, process, initialization_timeout=60)
+    setup = msgspec.msgpack.decode((folder / "setup.msgpack").read_bytes(), type=Setup)
+    config = parse_config(
+        {
+            "name": "step",
+            "task": {"name": "digits-read"},
+            "batch": {"groups": 2, "mini_batches": 2, "trajectories_per_group": 2},
         }
-    print(json.dumps(report))
+    )
+    model, _ = seed_model()
+
+    @functools.cache
+    def programs(alone: bool, frozen: bool) -> StepPrograms:
+        devices = jax.local_devices()[:1] if alone else jax.devices()
+        mesh = Mesh(np.asarray(devices), ("data",), axis_types=(AxisType.Auto,))
+        objective = ObjectiveConfig(entropy_bonus=0.01)
+        return StepPrograms(model, objective, keep_gradient(), mesh, SAMPLED_IDS, 0.9, frozen_encoder=frozen)
+
+    assert rows_to_feed(NamedSharding(programs(False, False).mesh, P("data")), (4,), 0) == [
+        2 * process,
+        2 * process + 1,
+    ]
+    for case in sorted(setup.cases, key=lambda case: case.process is None):
+        if case.process in (None, process):
+            of_case = programs(case.process is not None, case.encoder_mode == "frozen")
+            began_s = time.monotonic()
+            gradients, reports = run_case(folder, setup, case, process, of_case, config)
+            print(f"{case.name}: {time.monotonic() - began_s:.1f} s", file=sys.stderr, flush=True)
+            for update, gradient in enumerate(gradients):
+                np.savez(folder / f"{case.name}-{update}-{process}.npz", allow_pickle=False, **gradient)
+            told = [msgspec.to_builtins(report) for report in reports]
+            (folder / f"{case.name}-{process}.json").write_text(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -65,9 +65,10 @@ def main() -> None:
             peer=peer,
             chunk_sharding=NamedSharding(mesh, P(None, "data")),
             image_sharding=NamedSharding(mesh, P("data")),
+            replicated_sharding=NamedSharding(mesh, P()),
             advantages=lambda rewards: group_advantages(rewards, True),
             spec=PackSpec(patch_size=2, merge_size=2, channels=1, image_token_id=2),
-            encoder_mode=mode,
+            encoder_mode=mode,  # pyright: ignore[reportArgumentType]
         )
     )
     saved: dict[str, np.ndarray] = {}

@@ -320,6 +320,7 @@ def options(scheduler: object, **changes: object) -> LoaderOptions:
         "peer": "train0",
         "chunk_sharding": sharding,
         "image_sharding": sharding,
+        "replicated_sharding": sharding,
         "advantages": lambda rewards: group_advantages(rewards, True),
         "spec": SPEC,
         "pull_timeout_s": 5.0,
