@@ -20,6 +20,10 @@ from knittrans_jax.config import ConfigError, apply_override
 from knittrans_jax.strict_yaml import convert_strictly
 
 BENCHES: dict[str, tuple[str, str]] = {
+    "admission": (
+        "knittrans_jax.benchmarks.admission",
+        "groups a second through fold, log and policy, by attributes and pool",
+    ),
     "noise": ("knittrans_jax.benchmarks.noise", "equal work against itself: what this machine cannot tell apart"),
 }
 """Name -> module, and what it measures."""

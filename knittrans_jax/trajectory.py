@@ -3,7 +3,8 @@
 Two kinds of record live here and never mix:
 
 * *descriptions* (msgspec records: `MediaMeta`, `TrajectoryMeta`, `GroupMeta`, `MiniBatchPlan` and its parts) are small, go
-  through the scheduler and are written to the event log;
+  through the scheduler and are written to the event log. Those that come by the thousand are encoded as arrays, without the
+  names of their fields: a new field goes to the end and has a default;
 * *payloads* (`Trajectory`, `GroupPayload`: numpy arrays) go from the rollout host's storage unit straight to the consumers.
 
 Tokens, masks and versions of one trajectory are aligned arrays of its own length `T`; nothing is padded before packing.
@@ -21,7 +22,7 @@ NOT_SAMPLED = -1
 """The version tag of a token that no policy sampled (prompt, image placeholder, the environment's reply)."""
 
 
-class MediaMeta(msgspec.Struct, frozen=True, kw_only=True):
+class MediaMeta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One image of a group, by content. `grid_h` x `grid_w` is its size in encoder patches."""
 
     digest: str
@@ -35,7 +36,7 @@ class MediaMeta(msgspec.Struct, frozen=True, kw_only=True):
         return self.grid_h * self.grid_w
 
 
-class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """What the scheduler knows of one finished trajectory.
 
     `media[i]` is the index, in the group's `media`, of the image behind the i-th run of image placeholders, so an image
@@ -65,7 +66,7 @@ class TrajectoryMeta(msgspec.Struct, frozen=True, kw_only=True):
         return self.version_sum / self.sampled_tokens
 
 
-class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
+class GroupMeta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """What the scheduler knows of one finished group of `n` trajectories; enough to admit it and to lay it out."""
 
     group_id: int
@@ -76,7 +77,7 @@ class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes held by the storage unit for this group: trajectory fields, plus each unique image once."""
 
 
-class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedGroup(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """A group's share in a plan: where its payload lies, and the rewards from which its advantages follow."""
 
     group_id: int

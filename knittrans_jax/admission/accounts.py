@@ -43,6 +43,14 @@ LEGAL: dict[Account, frozenset[Account]] = {
 }
 
 
+_EFFECTS: dict[Account, dict[Account, tuple[bool, bool]]] = {
+    source: {target: (source in POOL and target not in POOL, target not in LIVE) for target in targets}
+    for source, targets in LEGAL.items()
+}
+"""By source and target: whether the group leaves the pool, and whether it stops being live."""
+_LEASED, _RUNNING, _READY = Account.LEASED, Account.RUNNING, Account.READY
+
+
 class IllegalTransition(ValueError):  # noqa: N818 - the name says what happened
     """An event that does not fit the account of its group: the log is wrong, or its writer is."""
 
@@ -88,9 +96,15 @@ class Accounts:
         """A new group, leased."""
         self.issued += 1
         self.live += 1
-        self.counts[Account.LEASED] += 1
+        self.counts[_LEASED] += 1
         self.live_by_kind[kind] += 1
         self.pool_by_kind[kind] += 1
+
+    def become_ready(self, final: Kind) -> None:
+        """A running group becomes ready: `move` for the commonest transition of all."""
+        self.counts[_RUNNING] -= 1
+        self.counts[_READY] += 1
+        self.ready_by_kind[final] += 1
 
     def move(
         self, group_id: int, kind: Kind, source: Account, target: Account, final: Kind | None = None, count: int = 1
@@ -108,20 +122,23 @@ class Accounts:
         Raises:
             IllegalTransition: not along a legal transition; nothing has moved.
         """
-        if target not in LEGAL[source]:
+        effect = _EFFECTS[source].get(target)
+        if effect is None:
             raise IllegalTransition(
                 f"group {group_id}: {source} -> {target}; from {source} a group may become "
                 f"{', '.join(sorted(LEGAL[source])) or 'nothing else'}"
             )
-        self.counts[source] -= count
-        self.counts[target] += count
-        if source is Account.READY:
+        counts = self.counts
+        counts[source] -= count
+        counts[target] += count
+        if source is _READY:
             self.ready_by_kind[final or kind] -= count
-        elif target is Account.READY:
+        elif target is _READY:
             self.ready_by_kind[final or kind] += count
-        if source in POOL and target not in POOL:
+        leaves_pool, dies = effect
+        if leaves_pool:
             self.pool_by_kind[kind] -= count
-        if target not in LIVE:
+        if dies:
             self.live -= count
             self.live_by_kind[kind] -= count
 

@@ -289,23 +289,28 @@ class _GreedyPicker:
 
 
 class _OneAttributePicker:
-    """The matroid's greedy algorithm, without a copy of the completion."""
+    """The matroid's greedy algorithm: what a minimum reserves, then what no minimum does, up to the maximum."""
 
-    __slots__ = ("_free", "_least", "_most", "_taken")
+    __slots__ = ("_free", "_more", "_reserved")
 
     def __init__(self, completion: OneAttribute) -> None:
-        self._least, self._most = completion._least, completion._most
+        self._reserved = completion._least.copy()
+        self._more: dict[Kind, int] = {}
         self._free = completion._slots - completion._reserved
-        self._taken: dict[Kind, int] = {}
+        for kind, most in completion._most.items():
+            self._more[kind] = most - self._reserved[kind]
 
     def take(self, kind: Kind) -> bool:
-        taken = self._taken.get(kind, 0)
-        if taken >= self._least[kind]:
-            if taken >= self._most[kind] or self._free <= 0:
-                return False
+        reserved = self._reserved[kind]
+        if reserved:
+            self._reserved[kind] = reserved - 1
+            return True
+        more = self._more[kind]
+        if more > 0 < self._free:
+            self._more[kind] = more - 1
             self._free -= 1
-        self._taken[kind] = taken + 1
-        return True
+            return True
+        return False
 
     def skip(self, kind: Kind) -> None:
         pass

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 
 class SolverFailed(RuntimeError):  # noqa: N818 - says what happened
@@ -77,6 +77,53 @@ def solve(
             cost = np.zeros(len(cost))
     solution = _solve(cost, kinds, low, high, rows, lower, upper)
     return None if solution is None else [round(count) for count in solution[:kinds].tolist()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """An upper bound on how many of a pool any counts can use, linear in what the batch still needs and in the pool.
+
+    It holds for every pool and whatever the batch still needs, so it is found once and kept: the bound is
+    `slots * s + most @ m - least @ l + pool @ p`, with `s` free, `m` and `l` [R] not negative, `s + (m - l) @ rows` [T] not
+    negative, and `p` [T] what that leaves to one. (It is a feasible point of the linear program's dual; `p` is computed
+    from the others and `s` raised where needed, so no rounding can make it wrong.)
+    """
+
+    slots: float
+    most: np.ndarray
+    least: np.ndarray
+    pool: np.ndarray
+
+
+def make_cut(rows: np.ndarray, slots: float, most: np.ndarray, least: np.ndarray) -> Cut:
+    """The cut with these multipliers; rows [R, T]."""
+    most, least = np.maximum(most, 0.0), np.maximum(least, 0.0)
+    by_kind = (most - least) @ rows
+    slots = max(slots, -float(by_kind.min()))
+    return Cut(slots, most, least, np.maximum(0.0, 1.0 - slots - by_kind))
+
+
+def tightest_cut(program: Program, pool: Sequence[int]) -> Cut:
+    """The cut that is lowest for this batch and pool: the linear program's optimum.
+
+    Raises:
+        SolverFailed: see there.
+    """
+    number, kinds = program.rows.shape
+    cover = np.hstack([np.ones((kinds, 1)), program.rows.T, -program.rows.T])
+    result = linprog(
+        np.array([program.slots, *program.most, *[-one for one in program.least], *pool], np.float64),
+        # What a kind's slot costs is not negative, and with what a group of the pool adds it is at least one.
+        A_ub=-np.vstack([np.hstack([cover, np.eye(kinds)]), np.hstack([cover, np.zeros((kinds, kinds))])]),
+        b_ub=-np.concatenate([np.ones(kinds), np.zeros(kinds)]),
+        bounds=[(None, None), *[(0, None)] * (2 * number + kinds)],
+        method="highs",
+    )
+    if result.x is None or result.status != 0:
+        raise SolverFailed(f"no bound on {kinds} kinds and {number} rows: {result.message}")
+    # Multipliers are small fractions; clean ones give bounds that are whole where they should be.
+    clean = np.round(np.asarray(result.x) * 720) / 720
+    return make_cut(program.rows, float(clean[0]), clean[1 : 1 + number], clean[1 + number : 1 + 2 * number])
 
 
 def lightest(program: Program, weights: Sequence[Sequence[int]], wanted: int) -> float:

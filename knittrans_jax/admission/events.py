@@ -10,8 +10,8 @@ import msgspec
 from knittrans_jax.trajectory import GroupMeta, MiniBatchPlan
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all events."""
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True, gc=False):
+    """Base of all events. Encoded as an array: name, then the fields in order; a new field goes to the end, with a default."""
 
     time_s: float
 

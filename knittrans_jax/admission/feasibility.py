@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from knittrans_jax.admission.completion_overlap import Row
 from knittrans_jax.admission.completion_solver import Program, solve
+from knittrans_jax.admission.completion_space import Row
 from knittrans_jax.config import ConfigError
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """The append-only event log: records are durable before `append` returns, and a torn last record is seen as such.
 
-Format: the line `KTLOG1`, then records of 4 bytes length, 4 bytes CRC-32 (both little endian) and the event as msgpack. One
-`append` writes its events together and forces them to disk once (group commit). Reading stops at a record that is cut short
-or does not fit its checksum: if nothing but that follows, it is the torn tail of a crash, and is reported; damage in the
-middle is an error.
+Format: the line `KTLOG2`, then records of 4 bytes length, 4 bytes CRC-32 (both little endian) and events as a msgpack array.
+One `append` writes one record and forces it to disk (group commit): its events are in the log together or not at all. Reading
+stops at a record that is cut short or does not fit its checksum: if nothing but that follows, it is the torn tail of a crash,
+and is reported; damage in the middle is an error.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import msgspec
 
 from knittrans_jax.admission.events import AnyEvent
 
-MAGIC = b"KTLOG1\n"
+MAGIC = b"KTLOG2\n"
 MAX_RECORD_BYTES = 256 * 2**20
-"""A larger length is damage: plans of a million trajectories stay below it."""
+"""A larger length is damage: a turn's events, plans of a million trajectories included, stay below it."""
 _HEADER = struct.Struct("<II")
 
 
@@ -67,15 +67,13 @@ class EventLog:
         """Writes events; returns when they are on disk (with `fsync`) or with the operating system (without)."""
         if not events:
             return
-        buffer = bytearray()
-        for event in events:
-            body = self._encoder.encode(event)
-            buffer += _HEADER.pack(len(body), zlib.crc32(body))
-            buffer += body
-        self._file.write(buffer)
+        body = self._encoder.encode(events)
+        header = _HEADER.pack(len(body), zlib.crc32(body))
+        self._file.write(header)
+        self._file.write(body)
         self._force()
         self.events += len(events)
-        self.size_bytes += len(buffer)
+        self.size_bytes += len(header) + len(body)
 
     def close(self) -> None:
         """Closes the file; what was appended is whole already."""
@@ -119,7 +117,7 @@ def read_log(path: Path, start_bytes: int = 0) -> ReadLog:
 
 def _read_records(path: Path, content: bytes, offset: int, base: int) -> ReadLog:
     """The records of `content` from `offset` on; `content` begins at byte `base` of the log."""
-    decoder = msgspec.msgpack.Decoder(AnyEvent)
+    decoder = msgspec.msgpack.Decoder(list[AnyEvent])
     view, events = memoryview(content), []
     while offset < len(content):
         end = offset + _HEADER.size
@@ -134,10 +132,10 @@ def _read_records(path: Path, content: bytes, offset: int, base: int) -> ReadLog
                 break
             raise LogError(f"{path}: damaged at byte {base + offset}, {len(content) - offset} bytes before its end")
         try:
-            events.append(decoder.decode(body))
+            events += decoder.decode(body)
         except msgspec.MsgspecError as error:
             raise LogError(
-                f"{path}: the record at byte {base + offset} is no event of this version: {error}"
+                f"{path}: the record at byte {base + offset} holds no events of this version: {error}"
             ) from error
         offset = end + length
     return ReadLog(events, base + offset, len(content) - offset)

@@ -20,6 +20,8 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
@@ -220,8 +222,7 @@ def hopeless(state: AdmissionState) -> Waiting | None:
     return None if waiting is None else dataclasses.replace(waiting, kinds=tuple(k for k, n in supply.items() if not n))
 
 
-def _age(group: Group) -> int:
-    return group.order
+_age = operator.attrgetter("order")
 
 
 def _repeated_prompts(state: AdmissionState, missing: int) -> Waiting:
@@ -248,29 +249,29 @@ def _choose(state: AdmissionState, wanted: int, picker: Picker | None = None) ->
     for kind, queue in state.ready.items():
         if queue:
             _push(heads, kind, iter(queue.values()))
-    count = len(taken)
+    count, take = len(taken), picker.take
     while heads and count < wanted:
         _, kind, group, rest = heads[0]
         # As long as this kind's next group is older than every other kind's, no heap is needed.
-        limit = min(heads[1][0], heads[2][0] if len(heads) > 2 else heads[1][0]) if len(heads) > 1 else None
+        limit = min(heads[1][0], heads[2][0] if len(heads) > 2 else heads[1][0]) if len(heads) > 1 else sys.maxsize
         while True:
             prompt = group.prompt_id
-            if prompt in batch_prompts or (prompt in taken and taken[prompt] is not group):
-                picker.skip(kind)
-            elif prompt not in taken:
-                if not picker.take(kind):
-                    heapq.heappop(heads)
-                    break
+            if prompt in batch_prompts or prompt in taken:
+                if taken.get(prompt) is not group:
+                    picker.skip(kind)
+            elif take(kind):
                 taken[prompt] = group
                 count += 1
                 if count == wanted:
                     break
-            following = next(rest, None)
-            if following is None:
+            else:
                 heapq.heappop(heads)
                 break
-            group = following
-            if limit is not None and group.order > limit:
+            group = next(rest, None)
+            if group is None:
+                heapq.heappop(heads)
+                break
+            if group.order > limit:
                 heapq.heapreplace(heads, (group.order, kind, group, rest))
                 break
     return list(taken.values())

@@ -18,8 +18,9 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from knittrans_jax.admission.completion import Completion, Kind, OneAttribute, Quota, SizeOnly
-from knittrans_jax.admission.completion_overlap import Overlapping, Row, Space
+from knittrans_jax.admission.completion_overlap import Overlapping
 from knittrans_jax.admission.completion_solver import Program, solve
+from knittrans_jax.admission.completion_space import Row, Space
 from knittrans_jax.admission.feasibility import check, check_overlap
 from knittrans_jax.config import BatchConfig, Bound, Config, ConfigError, groups_of, pass_rate_range
 from knittrans_jax.trajectory import GroupMeta
@@ -100,16 +101,24 @@ class Rules:
         return tuple((*kind, *end) for kind in self.kinds for end in ends)
 
     @functools.cached_property
-    def _kind_set(self) -> frozenset[Kind]:
-        return frozenset(self.kinds)
+    def _known_kinds(self) -> dict[Kind, Kind]:
+        return {kind: kind for kind in self.kinds}
+
+    @functools.cached_property
+    def _by_value(self) -> dict[str, Kind] | None:
+        """Kinds by value, with one attribute."""
+        return {kind[0]: kind for kind in self.kinds} if len(self.prompt_attributes) == 1 else None
 
     def kind(self, attributes: Mapping[str, str]) -> Kind:
-        """The kind of a group whose prompt has these attributes."""
-        kind = tuple([attributes[name] for name in self.prompt_attributes])
-        if kind not in self._kind_set:
-            named = ", ".join(f"{name} = {value!r}" for name, value in zip(self.prompt_attributes, kind, strict=True))
+        """The kind of a group whose prompt has these attributes. All groups of a kind share one tuple."""
+        if self._by_value is not None:
+            known = self._by_value.get(attributes[self.prompt_attributes[0]])
+        else:
+            known = self._known_kinds.get(tuple([attributes[name] for name in self.prompt_attributes]))
+        if known is None:
+            named = ", ".join(f"{name} = {attributes[name]!r}" for name in self.prompt_attributes)
             raise KeyError(f"{named} is no value of the data set that these rules were resolved for")
-        return kind
+        return known
 
     def final_kind(self, kind: Kind, meta: GroupMeta) -> Kind:
         """The kind of a group that is done."""

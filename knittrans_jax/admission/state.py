@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
 
 from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.accounts import OPEN, POOL, Account, Accounts, IllegalTransition
@@ -27,8 +29,10 @@ SLOW_STEP = 0.05
 """How far one group moves the estimate of where the slow ones begin."""
 
 
-@dataclasses.dataclass(slots=True)
-class Group:
+_LEASED, _RUNNING, _READY = Account.LEASED, Account.RUNNING, Account.READY
+
+
+class Group(msgspec.Struct, gc=False):
     """An open group. `order` is its place among the groups that became ready (0: not ready yet)."""
 
     group_id: int
@@ -104,6 +108,8 @@ class AdmissionState:
         self.last_failure = ""
         self.ended: str | None = None
         self._ready_order = 0
+        self._bounded, self._has_final = rules.staleness_bound is not None, bool(rules.final_attributes)
+        self._spread, self._launched = rules.spread_slow, len(rules.prompt_attributes)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AdmissionState) and vars(self) == vars(other)
@@ -116,7 +122,7 @@ class AdmissionState:
         Raises:
             IllegalTransition: the event does not fit the state.
         """
-        _HANDLERS[type(event)](self, event)
+        _HANDLERS[event.__class__](self, event)
 
     def busy(self, prompt_id: str) -> bool:
         """Whether a group of this prompt is in the pool or in the train batch being filled."""
@@ -162,34 +168,44 @@ class AdmissionState:
         self.incarnation = event.incarnation
 
     def _leased(self, event: ev.Leased) -> None:
-        if event.group_id != self.next_group_id:
-            raise IllegalTransition(f"group {event.group_id} was leased, the next id is {self.next_group_id}")
+        group_id, prompt_id, host = event.group_id, event.prompt_id, event.host
+        if group_id != self.next_group_id:
+            raise IllegalTransition(f"group {group_id} was leased, the next id is {self.next_group_id}")
         kind = self.rules.kind(event.attributes)
         self.next_group_id += 1
-        self.groups[event.group_id] = Group(
-            event.group_id, kind, event.prompt_id, event.epoch, event.host, event.version, Account.LEASED, event.time_s
+        self.groups[group_id] = Group(
+            group_id, kind, prompt_id, event.epoch, host, event.version, _LEASED, event.time_s, kind
         )
         self.accounts.issue(kind)
-        self.pool_prompts[event.prompt_id] = self.pool_prompts.get(event.prompt_id, 0) + 1
-        self.open_by_host[event.host] = self.open_by_host.get(event.host, 0) + 1
+        pool, hosts = self.pool_prompts, self.open_by_host
+        pool[prompt_id] = pool.get(prompt_id, 0) + 1
+        hosts[host] = hosts.get(host, 0) + 1
 
     def _started(self, event: ev.Started) -> None:
-        self._move(event.group_id, Account.RUNNING, event.time_s)
+        group = self.groups.get(event.group_id) or self._open(event.group_id)
+        self.accounts.move(event.group_id, group.kind, group.account, _RUNNING)
+        group.account, group.since_s = _RUNNING, event.time_s
 
     def _ready(self, event: ev.Ready) -> None:
-        meta, rules = event.group, self.rules
-        group = self._open(meta.group_id)
-        final = rules.final_kind(group.kind, meta) if rules.final_attributes else group.kind
-        took_s = event.time_s - group.since_s
-        self._move(group.group_id, Account.READY, event.time_s, final)
-        self._ready_order += 1
-        group.final, group.order, group.meta = final, self._ready_order, meta
-        group.episode_retries = event.episode_retries
-        self.ready[final][group.group_id] = group
-        self.retries += event.episode_retries
-        if rules.staleness_bound is not None:
+        meta, now_s, retries = event.group, event.time_s, event.episode_retries
+        group_id = meta.group_id
+        group = self.groups.get(group_id) or self._open(group_id)
+        kind = group.kind
+        final = self.rules.final_kind(kind, meta) if self._has_final else kind
+        if group.account is _RUNNING:
+            self.accounts.become_ready(final)
+        else:
+            self.accounts.move(group_id, kind, group.account, _READY, final)
+        took_s = now_s - group.since_s
+        self._ready_order = group.order = self._ready_order + 1
+        group.account, group.since_s, group.final, group.meta = _READY, now_s, final, meta
+        self.ready[final][group_id] = group
+        if retries:
+            group.episode_retries = retries
+            self.retries += retries
+        if self._bounded:
             self.ready_by_version.setdefault(oldest_version(meta), {})[group.group_id] = group
-        if rules.spread_slow:
+        if self._spread:
             group.slow = took_s > self.slow_s
             share = (1 - SLOW_SHARE) if group.slow else -SLOW_SHARE
             self.slow_s = max(0.0, self.slow_s + SLOW_STEP * share * max(took_s, self.slow_s))
@@ -240,13 +256,13 @@ class AdmissionState:
                 f"was admitted; the next is plan {self.next_plan_id}, update {self.admitted_updates}, mini-batch "
                 f"{batch.mini_batches} of train batch {batch.train_step}"
             )
-        groups = [self._open(planned.group_id, Account.READY) for planned in plan.groups]
+        groups = self._all_open(plan, _READY)
         prompts, counts = {group.prompt_id for group in groups}, collections.Counter([g.final for g in groups])
         if len(prompts) < len(groups) or not prompts.isdisjoint(batch.prompts):
             seen = set(batch.prompts)
             twice = next(g.prompt_id for g in groups if g.prompt_id in seen or seen.add(g.prompt_id))
             raise IllegalTransition(f"prompt {twice} comes twice in train batch {batch.train_step}")
-        stale = [group.group_id for group in groups if self.is_stale(group)]
+        stale = [group.group_id for group in groups if self.is_stale(group)] if self._bounded else []
         if stale:
             raise IllegalTransition(
                 f"plan {plan.plan_id}: groups {stale} are beyond {self.rules.staleness_bound} updates"
@@ -258,7 +274,7 @@ class AdmissionState:
             raise IllegalTransition(f"plan {plan.plan_id}: {error}") from error
         batch.completion = completion
         batch.prompts |= prompts
-        self._move_all(groups, Account.ADMITTED, event.time_s)
+        self._move_all(groups, counts, Account.ADMITTED, event.time_s)
         for final, count in counts.items():
             batch.admitted[final] = batch.admitted.get(final, 0) + count
         if self.dropped_in_a_row:
@@ -279,8 +295,9 @@ class AdmissionState:
                 f"{'none' if plan is None else plan.plan_id}, update {self.version}"
             )
         del self.plans[event.plan_id]
-        groups = [self._open(planned.group_id, Account.ADMITTED) for planned in plan.groups]
-        self._move_all(groups, Account.CONSUMED, event.time_s)
+        groups = self._all_open(plan, Account.ADMITTED)
+        counts = collections.Counter([group.final for group in groups])
+        self._move_all(groups, counts, Account.CONSUMED, event.time_s)
         self.version += 1
 
     def _published(self, event: ev.Published) -> None:
@@ -304,45 +321,58 @@ class AdmissionState:
             raise IllegalTransition(f"group {group_id} is {group.account}, expected {expected}")
         return group
 
-    def _move(self, group_id: int, target: Account, time_s: float, final: Kind | None = None) -> Group:
-        """`final`: its kind when it is done, if it becomes ready by this."""
+    def _all_open(self, plan: MiniBatchPlan, expected: Account) -> list[Group]:
+        """The groups of a plan, all in this account."""
+        opened = self.groups
+        groups = [group for planned in plan.groups if (group := opened.get(planned.group_id)) is not None]
+        if len(groups) < len(plan.groups) or {group.account for group in groups} != {expected}:
+            groups = [self._open(planned.group_id, expected) for planned in plan.groups]  # raises, naming the first
+        return groups
+
+    def _move(self, group_id: int, target: Account, time_s: float) -> Group:
         group = self._open(group_id)
-        source = group.account
-        self.accounts.move(group_id, group.kind, source, target, group.final if final is None else final)
-        self._leave(group, target, time_s)
+        self.accounts.move(group_id, group.kind, group.account, target, group.final)
+        self._leave([group], group.account, target, time_s)
         return group
 
-    def _move_all(self, groups: list[Group], target: Account, time_s: float) -> None:
-        """Groups of one account that move together."""
-        kinds = collections.Counter([(group.kind, group.final) for group in groups])
-        for (kind, final), count in kinds.items():
-            self.accounts.move(groups[0].group_id, kind, groups[0].account, target, final, count)
+    def _move_all(self, groups: list[Group], counts: Mapping[Kind, int], target: Account, time_s: float) -> None:
+        """Groups of one account that move together; `counts` of them by final kind."""
+        source = groups[0].account
+        for final, count in counts.items():
+            self.accounts.move(groups[0].group_id, final[: self._launched], source, target, final, count)
+        self._leave(groups, source, target, time_s)
+
+    def _leave(self, groups: list[Group], source: Account, target: Account, time_s: float) -> None:
+        """What goes with leaving an account: queues, and counts by prompt and host."""
         for group in groups:
-            self._leave(group, target, time_s)
-
-    def _leave(self, group: Group, target: Account, time_s: float) -> None:
-        """What goes with leaving an account: queues and counts by prompt and host."""
-        source = group.account
-        group.account, group.since_s = target, time_s
-        if source is Account.READY:
-            del self.ready[group.final][group.group_id]
-            if self.rules.staleness_bound is not None:
-                assert group.meta is not None
-                version = oldest_version(group.meta)
-                del self.ready_by_version[version][group.group_id]
-                if not self.ready_by_version[version]:
-                    del self.ready_by_version[version]
+            group.account, group.since_s = target, time_s
+        if source is _READY:
+            ready = self.ready
+            for group in groups:
+                del ready[group.final][group.group_id]
+            if self._bounded:
+                self._forget_versions(groups)
         if source in POOL and target not in POOL:
-            self._count_down(self.pool_prompts, group.prompt_id)
+            prompts = self.pool_prompts
+            for group in groups:
+                count = prompts.pop(group.prompt_id) - 1
+                if count:
+                    prompts[group.prompt_id] = count
         if target not in OPEN:
-            self._count_down(self.open_by_host, group.host)
-            del self.groups[group.group_id]
+            opened, hosts = self.groups, self.open_by_host
+            for group in groups:
+                del opened[group.group_id]
+                count = hosts.pop(group.host) - 1
+                if count:
+                    hosts[group.host] = count
 
-    @staticmethod
-    def _count_down(counts: dict[str, int], key: str) -> None:
-        counts[key] -= 1
-        if not counts[key]:
-            del counts[key]
+    def _forget_versions(self, groups: list[Group]) -> None:
+        for group in groups:
+            assert group.meta is not None
+            version = oldest_version(group.meta)
+            del self.ready_by_version[version][group.group_id]
+            if not self.ready_by_version[version]:
+                del self.ready_by_version[version]
 
 
 _HANDLERS: dict[type, Callable[[AdmissionState, ev.AnyEvent], None]] = {

@@ -7,14 +7,16 @@ import functools
 import itertools
 import random
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from knittrans_jax.admission.accounts import Account
 from knittrans_jax.admission.completion import Kind
-from knittrans_jax.admission.completion_overlap import Overlapping, Space
-from knittrans_jax.admission.completion_solver import Program, solve
+from knittrans_jax.admission.completion_overlap import Overlapping
+from knittrans_jax.admission.completion_solver import Program, make_cut, solve, tightest_cut
+from knittrans_jax.admission.completion_space import Space
 from knittrans_jax.admission.policy import MiniBatchPolicy, Waiting
 from knittrans_jax.admission.rules import Rules, resolve
 from knittrans_jax.admission.state import AdmissionState, fold
@@ -331,3 +333,33 @@ def test_the_solver_agrees_with_brute_force_on_what_the_swaps_leave_open():
         assert found is not None
         assert tuple(found) in batches(*case)
         assert sum(map(min, found, pool)) == usable(case, (0, 0, 0, 0), pool)
+
+
+@settings(deadline=None)
+@given(overlapping(), st.data())
+def test_a_cut_bounds_every_pool_of_every_batch_whatever_multipliers_it_is_made_of(case: tuple, data: st.DataObject):
+    """Also of multipliers that are no optimum of anything, and for batches that it was not found for."""
+    rules, plain = case
+    universe, space = plain[3], rules.space
+    number = len(space.rows)
+    multipliers = st.floats(-2, 2)
+    cut = make_cut(
+        space.matrix,
+        data.draw(multipliers),
+        np.array([data.draw(multipliers) for _ in range(number)]),
+        np.array([data.draw(multipliers) for _ in range(number)]),
+    )
+    whole = data.draw(st.sampled_from(batches(*plain)))
+    admitted = tuple(data.draw(st.integers(0, count)) for count in whole)
+    completion = filled(rules, universe, admitted)
+    pool = tuple(data.draw(st.integers(0, 4)) for _ in universe)
+    order = [universe.index(kind) for kind in space.kinds]
+    counts = np.array([pool[i] for i in order])
+    bound = cut.slots * completion.slots + cut.most @ completion.most - cut.least @ completion.least + cut.pool @ counts
+    assert bound >= usable(plain, admitted, pool) - 1e-9
+    program = completion.program()
+    best = tightest_cut(program, counts.tolist())
+    lowest = (
+        best.slots * completion.slots + best.most @ completion.most - best.least @ completion.least + best.pool @ counts
+    )
+    assert usable(plain, admitted, pool) - 1e-6 <= lowest <= bound + 1e-6
