@@ -421,3 +421,50 @@ def test_what_a_data_set_that_runs_out_leaves_missing_is_known_at_once():
     waiting = unfinishable(state, {("a",): 1, ("b",): 5})
     assert waiting is not None
     assert (waiting.rule, waiting.value, waiting.missing) == ("batch.quotas.domain.min", "a", 1)
+
+
+# --- overlapping quotas ---------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    seed=st.integers(0, 10**6),
+    look_ahead=st.sampled_from([0, 3, 8]),
+    fail_rate=st.sampled_from([0.0, 0.2]),
+    policy=st.sampled_from(["mini_batch", "train_batch", "proportional"]),
+)
+def test_a_run_with_overlapping_quotas_ends_with_every_batch_within_all_of_them(
+    seed: int, look_ahead: int, fail_rate: float, policy: str
+):
+    quotas = {
+        "domain": {"a": {"min": 0.5, "max": 0.5}},
+        "level": {"hard": {"min": 2, "max": 3}},
+        "language": {"de": {"min": 2}, "en": {"max": 5}},
+    }
+    combinations = [(d, v, w) for d in "ab" for v in ("easy", "hard") for w in ("de", "en", "zh")]
+    prompts = [
+        (f"{index}-{copy}", dict(zip(("domain", "level", "language"), one, strict=True)))
+        for index, one in enumerate(combinations)
+        for copy in range(6)
+    ]
+    config = make_config(
+        batch__quotas=quotas,
+        admission__look_ahead_groups=look_ahead,
+        admission__policy=policy,
+        train__publish="train_batch",
+    )
+    core = make_core(config, prompts)
+    model = Model(core, hosts=2, seed=seed, after_step=lambda m: m.core.state.accounts.check())
+    model.run(fail_rate=fail_rate)
+    assert core.ending == "finished"
+    leased = {e.group_id: e.attributes for e in model.events if isinstance(e, ev.Leased)}
+    batches = batches_of(model)
+    assert len(batches) == 3
+    for batch in batches:
+        values = [value for ready in batch for value in leased[ready.group.group_id].values()]
+        assert len(batch) == 8
+        assert values.count("a") == 4
+        assert 2 <= values.count("hard") <= 3
+        assert values.count("de") >= 2
+        assert values.count("en") <= 5
+    assert fold(core.state.rules, model.events) == core.state

@@ -34,6 +34,14 @@ def test_the_arithmetic_of_the_demo_adds_up() -> None:
     assert one.storage_groups * one.group_bytes_max <= load().rollout.storage_bytes
 
 
+def test_check_says_whether_a_token_budget_is_guaranteed() -> None:
+    most = check_run(load()).tokens_per_mini_batch_max
+    for budget, guaranteed in ((most, True), (most - 1, False)):
+        one = check_run(load(f"batch.mini_batch_tokens={budget}"))
+        assert (one.mini_batch_tokens, one.mini_batch_tokens_guaranteed) == (budget, guaranteed)
+    assert check_run(load()).mini_batch_tokens_guaranteed
+
+
 WRONG = [
     (["task.name=no-such-task"], "task.name", "no-such-task", "expected one of"),
     (["task.options={digitz: 3}"], "task.options", "digitz", "no such key"),
