@@ -442,7 +442,7 @@ def test_a_run_with_overlapping_quotas_ends_with_every_batch_within_all_of_them(
         "language": {"de": {"min": 2}, "en": {"max": 5}},
     }
     combinations = [(d, v, w) for d in "ab" for v in ("easy", "hard") for w in ("de", "en", "zh")]
-    prompts = [
+    prompts: list[tuple[str, dict[str, str]]] = [
         (f"{index}-{copy}", dict(zip(("domain", "level", "language"), one, strict=True)))
         for index, one in enumerate(combinations)
         for copy in range(6)
