@@ -28,14 +28,23 @@ from knittrans_jax.rollout.text import Vocabulary
 from knittrans_jax.strict_yaml import convert_strictly
 
 QUESTION = "read?"
+VARIATION_STREAM = 2
+"""Sets the randomness of noise and shifts apart from that which chooses the digits."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`digits`: k. `train_prompts` and `heldout_prompts`: how many prompts are drawn from each part of the digits."""
+    """`digits`: k. `train_prompts` and `heldout_prompts`: how many prompts are drawn from each part of the digits.
+
+    There are only 1,400 digits to learn from, and a policy that knows them by heart earns full reward and learns no more.
+    Training pictures may therefore be drawn with noise, whose standard deviation is `noise` grey levels of 255, and with
+    digits moved by one pixel in one direction, each with probability `shift`. Held-out pictures are left as they are.
+    """
 
     digits: Annotated[int, msgspec.Meta(ge=1, le=16)] = 3
     train_prompts: Annotated[int, msgspec.Meta(ge=1, le=999_999)] = 4096
     heldout_prompts: Annotated[int, msgspec.Meta(ge=1, le=999_999)] = 1056
+    noise: Annotated[float, msgspec.Meta(ge=0, le=255)] = 0.0
+    shift: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
 
 
 @dataclasses.dataclass
@@ -94,7 +103,10 @@ class DigitsRead:
     def _draw(self, split: Split, index: int) -> tuple[np.ndarray, str]:
         """The picture and the true answer of a prompt."""
         digits, chosen = load_digits(split), self._chosen(split, index)
-        picture = np.concatenate(list(digits.images_NxHxW[chosen]), axis=1)[..., None]
+        images = list(digits.images_NxHxW[chosen])
+        if split == "train":
+            images = _varied(images, self.options, np.random.default_rng([self.seed, index, VARIATION_STREAM]))
+        picture = np.concatenate(images, axis=1)[..., None]
         return picture, "".join(str(label) for label in digits.labels_N[chosen])
 
     def _prompt(self, split: Split, index: int) -> Prompt:
@@ -106,3 +118,18 @@ class DigitsRead:
                 "difficulty": "distinct" if len(set(labels.tolist())) == len(labels) else "repeated",
             },
         )
+
+
+def _varied(images: list[np.ndarray], options: Options, rng: np.random.Generator) -> list[np.ndarray]:
+    """Digits uint8 [8, 8] with the shifts and the noise of `options`; what a shift uncovers is background."""
+    varied: list[np.ndarray] = []
+    for image in images:
+        if rng.random() < options.shift:
+            axis, back = int(rng.integers(2)), bool(rng.integers(2))
+            image = np.roll(image, -1 if back else 1, axis)
+            np.moveaxis(image, axis, 0)[-1 if back else 0] = 0
+        if options.noise:
+            noisy = image + rng.normal(0, options.noise, image.shape)
+            image = np.clip(np.rint(noisy), 0, 255).astype(np.uint8)
+        varied.append(image)
+    return varied

@@ -106,6 +106,18 @@ def test_digits_read_asks_for_all_digits_of_its_picture():
     assert episode.outcome().reward == 1.0
 
 
+@pytest.mark.parametrize("options", [{"noise": 40.0}, {"shift": 1.0}])
+def test_variation_is_on_training_pictures_only_and_the_same_every_time(options: dict[str, float]):
+    clean, noisy, again = (DigitsRead(chosen, seed=1) for chosen in ({}, options, options))
+    name = clean.prompts("train")[3].prompt_id
+    one, two, three = (task.episode(name) for task in (clean, noisy, again))
+    assert one.truth == two.truth
+    assert not np.array_equal(one.picture_HxWx1, two.picture_HxWx1)
+    assert np.array_equal(two.picture_HxWx1, three.picture_HxWx1)
+    heldout = clean.prompts("heldout")[3].prompt_id
+    assert np.array_equal(clean.episode(heldout).picture_HxWx1, noisy.episode(heldout).picture_HxWx1)
+
+
 def test_a_prompt_depends_on_its_id_and_the_seed_alone():
     one, other, reseeded = GridLookup({}, 5), GridLookup({"train_prompts": 10}, 5), GridLookup({}, 6)
     assert np.array_equal(one.grid("train-000003").picture_HxWx1, other.grid("train-000003").picture_HxWx1)
