@@ -32,8 +32,8 @@ class CompilationCounter:
         self._compiled: dict[str, tuple[str, ...]] = {}
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
         logger = logging.getLogger(_LOGGER)
-        logger.addHandler(_Shapes(self._shapes))
-        logger.setLevel(logging.DEBUG)  # JAX asks the level first; nobody else's handler shows records this low
+        logger.addFilter(_Shapes(self._shapes, logger.getEffectiveLevel()))
+        logger.setLevel(logging.DEBUG)  # JAX asks the level first; the filter keeps to itself what was not shown before
 
     def take_untold(self) -> tuple[str, ...]:
         """What was compiled since the last call, at most `MAX_UNTOLD`: `f: argument 3 int32[4,68], was int32[2,68]`."""
@@ -52,19 +52,21 @@ class CompilationCounter:
         self._compiled[name] = shapes
 
 
-class _Shapes(logging.Handler):
-    """Notes the argument shapes of the program that is about to be compiled."""
+class _Shapes(logging.Filter):
+    """Notes the argument shapes of the program that is about to be compiled; passes records of the logger's own level on."""
 
-    def __init__(self, shapes: dict[str, tuple[str, ...]]) -> None:
-        super().__init__(logging.DEBUG)
-        self._shapes = shapes
+    def __init__(self, shapes: dict[str, tuple[str, ...]], level: int) -> None:
+        super().__init__()
+        self._shapes, self._level = shapes, level
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether handlers, of which other libraries install some for every level, get the record."""
         arguments = record.args
         if isinstance(arguments, tuple) and len(arguments) >= 2 and str(record.msg).startswith("Compiling"):
             avals: Any = arguments[1]
             if isinstance(avals, Sequence):
                 self._shapes[str(arguments[0])] = tuple(short_shape(aval) for aval in avals)
+        return record.levelno >= self._level
 
 
 def short_shape(aval: Any) -> str:

@@ -9,6 +9,8 @@ from knittrans_jax.observe.compilations import describe
 from knittrans_jax.observe.record import Compilations
 
 PROGRAM = """
+import logging
+logging.getLogger().addHandler(logging.StreamHandler())  # for records of every level, as some libraries install one
 import jax, jax.numpy as jnp, numpy as np
 from knittrans_jax.observe.compilations import CompilationCounter
 counter = CompilationCounter()
