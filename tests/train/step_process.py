@@ -1,8 +1,8 @@
 """Training processes of the update's tests: one recorded mini-batch, in many layouts, by every way to bring and to encode it.
 
 Arguments: folder, process, coordinator address. Two processes of two CPU devices each run every case of the test's setup, with
-the loader and the trainer of a run and with storage units that the test serves; before that each runs the cases of one device
-that are its own. The gradient of every update is written to the folder.
+the loader and the trainer of a run and with storage units that the test serves; before that each runs the cases that are for it
+alone. The gradient of every update is written to the folder.
 
 The model has few layers, and cases share shapes, because nearly all of the time goes into compiling.
 """
@@ -46,7 +46,7 @@ DEADLINE_S = 300.0
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """Plans to train on, one update each, from the same parameters. `process`: it alone, on one device."""
+    """Plans to train on, one update each, from the same parameters. `process`: it alone, on as many devices as shards."""
 
     name: str
     plans: list[MiniBatchPlan]
@@ -64,7 +64,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_mini_batch(seed: int, images: bool) -> tuple[list[GroupMeta], list[list[Trajectory]], dict[str, np.ndarray]]:
-    """Ragged multi-turn groups; the same picture in every turn; two groups share one picture."""
+    """Ragged multi-turn groups; the same picture in every turn; two groups share one picture.
+
+    No trajectory is as short as half of the longest: rows of that length hold one each.
+    """
     rng = np.random.default_rng(seed)
     pictures = [rng.integers(0, 256, (*size, 1)).astype(np.uint8) for size in SIZES[: GROUPS - 1]]
     metas, payloads, media = [], [], {}
@@ -79,7 +82,7 @@ def record_mini_batch(seed: int, images: bool) -> tuple[list[GroupMeta], list[li
             tokens: list[int] = []
             sampled: list[bool] = []
             for _ in range(TURNS):
-                prompt = [IMAGE_ID] * image_tokens + rng.integers(14, VOCAB, rng.integers(3, 6)).tolist()
+                prompt = [IMAGE_ID] * image_tokens + rng.integers(14, VOCAB, rng.integers(7, 9)).tolist()
                 answer = rng.choice(SAMPLED_IDS, rng.integers(1, 4)).tolist()
                 tokens += prompt + answer
                 sampled += [False] * len(prompt) + [True] * len(answer)
@@ -297,19 +300,19 @@ def main() -> None:
     model, _ = seed_model()
 
     @functools.cache
-    def programs(alone: bool, frozen: bool) -> StepPrograms:
-        devices = jax.local_devices()[:1] if alone else jax.devices()
+    def programs(shards: int, frozen: bool) -> StepPrograms:
+        devices = jax.local_devices()[:shards] if shards <= DEVICES else jax.devices()
         mesh = Mesh(np.asarray(devices), ("data",), axis_types=(AxisType.Auto,))
         objective = ObjectiveConfig(entropy_bonus=0.01)
         return StepPrograms(model, objective, keep_gradient(), mesh, SAMPLED_IDS, 0.9, frozen_encoder=frozen)
 
-    assert rows_to_feed(NamedSharding(programs(False, False).mesh, P("data")), (4,), 0) == [
+    assert rows_to_feed(NamedSharding(programs(PROCESSES * DEVICES, False).mesh, P("data")), (4,), 0) == [
         2 * process,
         2 * process + 1,
     ]
     for case in sorted(setup.cases, key=lambda case: case.process is None):
         if case.process in (None, process):
-            of_case = programs(case.process is not None, case.encoder_mode == "frozen")
+            of_case = programs(case.plans[0].shards, case.encoder_mode == "frozen")
             began_s = time.monotonic()
             gradients, reports = run_case(folder, setup, case, process, of_case, config)
             print(f"{case.name}: {time.monotonic() - began_s:.1f} s", file=sys.stderr, flush=True)

@@ -84,6 +84,9 @@ def layouts(metas: Any, longest: int) -> dict[str, list[MiniBatchPlan]]:
 
     return {
         "alone": plans(1, 1, WHOLE, longest, 1),
+        "in two": plans(1, 1, WHOLE // 2, longest, 1),
+        "in eight": plans(1, 1, WHOLE // 8, longest, 2),
+        "two shards": plans(1, 2, 2, 2 * longest, 1),
         "sharded": plans(1, 4, 1, 2 * longest, 2),
         "sharded twice": plans(2, 4, 1, 2 * longest, 2),
     }
@@ -109,6 +112,10 @@ def cases() -> tuple[list[Case], list[GroupPayload], int]:
     found = [
         Case(name="reference", plans=pictured["alone"], encoder_mode="per_micro_batch", process=0),
         Case(name="text reference", plans=plain["alone"], process=1),
+        Case(name="two micro-batches", plans=pictured["in two"], process=1),
+        Case(name="eight micro-batches", plans=pictured["in eight"], process=0),
+        Case(name="two shards", plans=pictured["two shards"], process=1),
+        Case(name="text on two shards", plans=plain["two shards"], process=0),
         Case(name="on demand", plans=sharded),
         Case(name="dispatch", plans=twice, transfer="dispatch"),
         Case(name="gather", plans=twice, transfer="gather"),
@@ -168,7 +175,8 @@ def difference(got: Gradient, expected: Gradient) -> dict[str, float]:
 
 
 def reference_of(case: str, update: int) -> str:
-    return "text reference" if "text" in case and (update == 1 or case == "text reference") else "reference"
+    """An update without images has another one."""
+    return "text reference" if case.startswith("text") or (case == "images, then text" and update) else "reference"
 
 
 ALL_CASES = [case.name for case in cases()[0]]
@@ -182,10 +190,13 @@ def test_the_gradient_does_not_depend_on_layout_transfer_or_encoder_mode(results
             assert set(gradient) == set(expected) - frozen, case
             worst = max(difference(gradient, expected).items(), key=lambda item: item[1])
             assert worst[1] < 3e-6, (case, update, worst)
-    plan = results.cases["on demand"].plans[0]
-    assert (plan.chunks, plan.chunk_micro_batches) == (2, 2)
-    assert any(placement.offset for placement in plan.placements)  # packed
-    for case in ("on demand", "dispatch", "gather", "every copy", "frozen"):
+    layouts = {case.name: case.plans[0] for case in results.cases.values()}
+    assert {plan.shards for plan in layouts.values()} == {1, 2, 4}
+    assert {plan.chunks * plan.chunk_micro_batches for plan in layouts.values()} >= {1, 2, 4, 8}
+    packed = {name for name, plan in layouts.items() if any(placement.offset for placement in plan.placements)}
+    assert packed == set(layouts) - {"reference", "text reference", "two micro-batches", "eight micro-batches"}
+    assert (layouts["on demand"].chunks, layouts["on demand"].chunk_micro_batches) == (2, 2)
+    for case in set(layouts) - {"text reference", "text on two shards"}:
         assert abs(results.metric(case, "loss") - results.metric("reference", "loss")) < 1e-6
 
 
