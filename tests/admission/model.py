@@ -19,6 +19,8 @@ from knittrans_jax.transfer.plan import layout_mini_batch
 
 N = 2
 GROUP_BYTES = 1000
+QUOTAS = {"domain": {"a": {"min": 2, "max": 5}, "b": {"min": 0.25, "max": 0.25}}}
+COUNTS = {"a": 10, "b": 6, "c": 9}
 
 
 def make_config(**changes: object) -> Config:
@@ -319,3 +321,67 @@ class Model:
                 self.tick(0.5)
                 self._answers.clear()
         raise AssertionError(f"no end after {rounds} rounds: {self.core.status()}")
+
+
+# --- the beginning of a run, and single reports ---------------------------------------------------------------------------
+
+
+def check_every_step(model: Model) -> None:
+    """Accounts add up, and what is admitted, launched and stored stays within its bounds, at every moment."""
+    core = model.core
+    state, config = core.state, core.config
+    state.accounts.check()
+    assert state.accounts.issued == sum(state.accounts.counts.values())
+    assert len(state.plans) <= 1 + config.admission.admit_ahead
+    if state.published >= 0:
+        assert state.accounts.live <= core.gate.total_limit(state.published)
+    for host in getattr(model, "hosts", ()):
+        assert len(host.stored) <= core.desk.room.capacity
+
+
+def begun(**changes: object) -> Model:
+    """A run whose trainer is there and whose version 0 is out; two hosts that have not spoken yet."""
+    model = Model(make_core(make_config(**changes), make_prompts(COUNTS)), after_step=check_every_step)
+    model.hello()
+    return model
+
+
+def lease_all(model: Model, host: ModelHost) -> list[int]:
+    model.sync(host)
+    model.store(host)
+    model.sync(host, finish=0)
+    return list(host.running)
+
+
+def sync_of(host: ModelHost, **changes: object) -> msg.EngineSync:
+    fields: dict = {"host": host.name, "unit": host.name, "version": 0, "free_groups": 0} | changes
+    return msg.EngineSync(**fields)
+
+
+def done(group_id: int, unit: str = "host0", **changes: object) -> msg.GroupDone:
+    fields: dict = {"versions": (0, 0), "done": 0} | changes
+    return msg.GroupDone(group=make_group(group_id, unit, **fields), episode_retries=0)
+
+
+def with_plan(**changes: object) -> tuple[Model, msg.PlanReply]:
+    """A run whose first mini-batch is admitted and asked for by both processes."""
+    model = begun(**changes)
+    host = model.hosts[0]
+    lease_all(model, host)
+    model.sync(host)
+    replies = [model.ask(msg.NextPlan(process=p, incarnation=0, after_plan=-1)) for p in range(2)]
+    assert isinstance(replies[0], msg.PlanReply)
+    return model, replies[0]
+
+
+def update_done(process: int, plan_id: int, version: int) -> msg.UpdateDone:
+    return msg.UpdateDone(
+        process=process,
+        incarnation=0,
+        plan_id=plan_id,
+        version=version,
+        metrics={"from": float(process)},
+        waits_s={"data": 1.0 + process},
+        pulled_bytes=100,
+        compilations=2,
+    )
