@@ -37,7 +37,7 @@ from knittrans_jax.admission.completion_space import Space
 from knittrans_jax.admission.log import EventLog
 from knittrans_jax.admission.policy import MiniBatchPolicy, Waiting
 from knittrans_jax.admission.rules import Rules, resolve
-from knittrans_jax.admission.state import AdmissionState, Group
+from knittrans_jax.admission.state import AdmissionState, Group, plan_without_layout
 from knittrans_jax.benchmarks.harness import Figures, Report, Say, Side, measure
 from knittrans_jax.benchmarks.registry import BenchSettings
 from knittrans_jax.config import BatchConfig, Bound
@@ -183,23 +183,7 @@ def _plan(state: AdmissionState, groups: tuple[Group, ...], rewards: tuple[float
         PlannedGroup(group_id=group.group_id, unit=group.host, rewards=rewards, payload_bytes=120_000)
         for group in groups
     ]
-    return MiniBatchPlan(
-        plan_id=state.next_plan_id,
-        update=state.admitted_updates,
-        train_step=state.batch.train_step,
-        mini_batch=state.batch.mini_batches,
-        groups=tuple(planned),
-        placements=(),
-        images=(),
-        shards=1,
-        row_tokens=1024,
-        rows_per_micro_batch=1,
-        chunk_micro_batches=1,
-        chunks=1,
-        encoder_rows_per_shard=0,
-        encoder_row_patches=64,
-        sampled_tokens=1,
-    )
+    return plan_without_layout(state, planned)
 
 
 def bench(settings: Settings, say: Say) -> Report:

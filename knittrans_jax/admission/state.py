@@ -21,7 +21,7 @@ from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.accounts import OPEN, POOL, Account, Accounts, IllegalTransition
 from knittrans_jax.admission.completion import Completion, Kind
 from knittrans_jax.admission.rules import Rules
-from knittrans_jax.trajectory import GroupMeta, MiniBatchPlan
+from knittrans_jax.trajectory import GroupMeta, MiniBatchPlan, PlannedGroup
 
 SLOW_SHARE = 0.25
 """Groups that took longer than all but this share are slow (`admission.spread_slow`)."""
@@ -402,6 +402,29 @@ _HANDLERS: dict[type, Callable[[AdmissionState, ev.AnyEvent], None]] = {
 def oldest_version(meta: GroupMeta) -> int:
     """The oldest version that sampled any token of a group."""
     return min([one.version_min for one in meta.trajectories])
+
+
+def plan_without_layout(
+    state: AdmissionState, groups: Iterable[PlannedGroup], sampled_tokens: int = 1
+) -> MiniBatchPlan:
+    """The next plan of this state, stating its groups only: where nothing is laid out, simulated or measured."""
+    return MiniBatchPlan(
+        plan_id=state.next_plan_id,
+        update=state.admitted_updates,
+        train_step=state.batch.train_step,
+        mini_batch=state.batch.mini_batches,
+        groups=tuple(groups),
+        placements=(),
+        images=(),
+        shards=1,
+        row_tokens=1,
+        rows_per_micro_batch=1,
+        chunk_micro_batches=1,
+        chunks=1,
+        encoder_rows_per_shard=0,
+        encoder_row_patches=0,
+        sampled_tokens=sampled_tokens,
+    )
 
 
 def fold(rules: Rules, events: Iterable[ev.AnyEvent]) -> AdmissionState:

@@ -4,7 +4,7 @@ What happens, in virtual seconds:
 
 1. wherever a slot is free, the controller is asked what to launch (launch gate, prompt order); a group occupies its slot for
    its latency, sampled by the version that is published when it starts (`trajectory`), or by whatever is published at each
-   moment (`swap`); then its payload is stored and it is `Ready`, and where the workload says so a filter drops it;
+   moment (`swap`); then its payload is stored and it is `Ready`, and the batch's filter, or the workload's, may drop it;
 2. wherever a mini-batch may be admitted ahead, the controller is asked for one (policy, rules); its payload is pulled in
    `pull_s`, while the trainer computes;
 3. the trainer takes plans in order, `train_s` each; after an update (`publish: update`) or a train batch (`train_batch`) the
@@ -23,7 +23,8 @@ from typing import Literal, Protocol
 
 from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.controller import Controller
-from knittrans_jax.admission.policy import Waiting
+from knittrans_jax.admission.policy import Waiting, hopeless
+from knittrans_jax.admission.state import plan_without_layout
 from knittrans_jax.staleness import Staleness, staleness_of
 from knittrans_jax.trajectory import GroupMeta, MiniBatchPlan, PlannedGroup, TrajectoryMeta
 
@@ -38,7 +39,7 @@ class Flight:
 
     latency_s: float
     dropped: str | None = None
-    """Why a filter drops it at completion; None: it does not."""
+    """Why the workload has it dropped at completion, besides the batch's own filter; None: it has not."""
     fails: str | None = None
     """Why the host gives it up at completion; None: it does not."""
     reward: float = 0.5
@@ -129,13 +130,13 @@ class Simulation:
         self.run_ = SimRun()
 
     def run(self) -> SimRun:
-        """Runs until the last update; a run in which nothing can happen any more ends with `stuck`."""
+        """Runs until the last update; one in which nothing can happen any more, or all is dropped, ends with `stuck`."""
         self._emit(ev.HostJoined(time_s=0.0, host=HOST, unit=HOST))
         self._emit(ev.Published(time_s=0.0, version=0))
         self._settle(True, True)
-        while self._state.version < self._updates:
+        while self._state.version < self._updates and self.run_.stuck is None:
             if not self._due:
-                self.run_.stuck = f"nothing is in flight at {self._now_s:.1f} s; waiting for {self._waiting}"
+                self.run_.stuck = f"at {self._now_s:.1f} s; nothing is in flight; waiting for {self._waiting}"
                 break
             self._now_s, _, act, arguments = heapq.heappop(self._due)
             act(*arguments)
@@ -205,14 +206,22 @@ class Simulation:
             payload_bytes=0,
         )
         self._emit(ev.Ready(time_s=now_s, group=meta, episode_retries=0))
+        filtered = self._controller.filtered(meta, now_s)
         if flight.dropped is not None:
+            filtered = ev.Filtered(time_s=now_s, group_id=group_id, reason=flight.dropped)
+        if filtered is not None:
             self.run_.filtered += 1
-            self._emit(ev.Filtered(time_s=now_s, group_id=group_id, reason=flight.dropped))
-        return self._settle(True, flight.dropped is None)
+            self._emit(filtered)
+            never = hopeless(self._state)
+            if never is not None:  # live, `admission.on_starvation` decides
+                self.run_.stuck = f"at {now_s:.1f} s; all that comes is dropped; waiting for {never}"
+        return self._settle(True, filtered is None)
 
     def _admit(self) -> None:
         state, now_s = self._state, self._now_s
         while state.admitted_updates < self._updates:
+            for _, expired in self._controller.stale(now_s):
+                self._emit(expired)
             choice = self._controller.next_mini_batch()
             if choice is None:
                 return
@@ -220,25 +229,8 @@ class Simulation:
                 if self._training is None and not state.plans:
                     self._note_wait(f"{choice.rule} of {choice.value}")
                 return
-            plan = MiniBatchPlan(
-                plan_id=state.next_plan_id,
-                update=state.admitted_updates,
-                train_step=state.batch.train_step,
-                mini_batch=state.batch.mini_batches,
-                groups=tuple(
-                    PlannedGroup(group_id=group.group_id, unit=HOST, rewards=(), payload_bytes=0) for group in choice
-                ),
-                placements=(),
-                images=(),
-                shards=1,
-                row_tokens=1,
-                rows_per_micro_batch=1,
-                chunk_micro_batches=1,
-                chunks=1,
-                encoder_rows_per_shard=0,
-                encoder_row_patches=0,
-                sampled_tokens=UNIT_TOKENS * len(choice),
-            )
+            planned = (PlannedGroup(group_id=one.group_id, unit=HOST, rewards=(), payload_bytes=0) for one in choice)
+            plan = plan_without_layout(state, planned, UNIT_TOKENS * len(choice))
             self._emit(ev.Admitted(time_s=now_s, plan=plan))
             self._note_wait(None)
             if self._timing.pull_s:

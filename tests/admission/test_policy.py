@@ -17,7 +17,7 @@ from knittrans_jax.admission.policy import (
     mini_batch_composition,
 )
 from knittrans_jax.admission.rules import Quota, Rules, resolve, rules_of
-from knittrans_jax.admission.state import AdmissionState
+from knittrans_jax.admission.state import AdmissionState, plan_without_layout
 from knittrans_jax.config import BatchConfig, Bound, Config
 from knittrans_jax.trajectory import MiniBatchPlan, PlannedGroup
 
@@ -30,23 +30,8 @@ CASES = json.loads((Path(__file__).parents[1] / "cases" / "admission.json").read
 
 def plan_of(state: AdmissionState, group_ids: list[int]) -> MiniBatchPlan:
     """A plan that states the groups and no layout."""
-    return MiniBatchPlan(
-        plan_id=state.next_plan_id,
-        update=state.admitted_updates,
-        train_step=state.batch.train_step,
-        mini_batch=state.batch.mini_batches,
-        groups=tuple(PlannedGroup(group_id=g, unit="host0", rewards=(0.0, 0.0), payload_bytes=500) for g in group_ids),
-        placements=(),
-        images=(),
-        shards=1,
-        row_tokens=128,
-        rows_per_micro_batch=1,
-        chunk_micro_batches=1,
-        chunks=1,
-        encoder_rows_per_shard=0,
-        encoder_row_patches=64,
-        sampled_tokens=1,
-    )
+    groups = (PlannedGroup(group_id=g, unit="host0", rewards=(0.0, 0.0), payload_bytes=500) for g in group_ids)
+    return plan_without_layout(state, groups)
 
 
 def add_ready(state: AdmissionState, attributes: dict[str, str], prompt: str | None = None) -> int:
