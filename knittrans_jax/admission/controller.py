@@ -1,6 +1,6 @@
 """The admission controller: one state, one prompt order, one policy, one launch gate, kept in step by the same events.
 
-The live scheduler, the simulator and `what-if` all decide through this class; only who calls it, and by which clock, differs.
+The live scheduler and the simulator decide through this class; only who calls it, and by which clock, differs.
 
 What it guarantees: state, prompt order and gate have always seen the same events; a decision is a pure function of them.
 """

@@ -339,7 +339,7 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
             rows = rows_to_feed(options.chunk_sharding, pack.chunk_shape(plan), CHUNK_ROW_AXIS)
             placements = [p for chunk in range(plan.chunks) for p in pack.chunk_needs(plan, chunk, rows)]
             shown = shown_images(plan, placements)
-            others = [image for image in self._encoder_needs(work) if image not in set(shown)]
+            others = sorted(set(self._encoder_needs(work)) - set(shown))
             work.payload = self._clients.pull(plan, placements, [*shown, *others], options.spec, self._pixels)
         if options.relay_unit is None:
             self._pulled_bytes += work.payload.bytes

@@ -35,7 +35,7 @@ def scalars(directory: Path) -> dict[tuple[str, int], float]:
 
 
 def test_every_update_and_evaluation_is_written_at_its_step(tmp_path: Path) -> None:
-    pytest.importorskip(PACKAGE)
+    pytest.importorskip(PACKAGE, reason="needs the extra `tensorboard`; `make test` installs it")
     one = with_tensorboard(tmp_path)
     one.directory.mkdir()
     with EventLog(one.directory / "events.log", fsync=False) as log:
