@@ -205,6 +205,15 @@ class ControlConfig(Section, frozen=True):
     """Force the event log to disk before any message that acts on it leaves."""
 
 
+class PaceConfig(Section, frozen=True):
+    """Least times that emulate another machine's schedule on this one: what is done sooner waits. 0: as fast as it goes."""
+
+    update_s: NonNegativeFloat = 0.0
+    """A mini-batch's update, from its first chunk to its report."""
+    sampler_step_s: NonNegativeFloat = 0.0
+    """A step of a rollout host's sampler: prefill of the turns that wait, and one token of every answer under way."""
+
+
 class LaunchConfig(Section, frozen=True):
     """What the launcher does. `on_child_death: stop` ends the run when any role dies.
 
@@ -244,6 +253,7 @@ class Config(Section, frozen=True):
     eval: EvalConfig = EvalConfig()
     control: ControlConfig = ControlConfig()
     launch: LaunchConfig = LaunchConfig()
+    pace: PaceConfig = PaceConfig()
     observe: ObserveConfig = ObserveConfig()
 
     @property

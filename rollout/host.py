@@ -144,8 +144,12 @@ class RolloutHost:
             if orders is not None:
                 self._follow(orders)
             self._load_wanted()
+            began_s = time.monotonic()
             worked = not self._unstored and self._engine.step()
             self._collect()
+            pace_s = self._config.pace.sampler_step_s - (time.monotonic() - began_s)
+            if worked and pace_s > 0:
+                time.sleep(pace_s)
 
     def counters(self) -> dict[str, float]:
         """Everything that the host counts."""

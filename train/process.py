@@ -242,6 +242,9 @@ class Trainer:
         self._table = self._images = self._sums = None
         metrics = {name: float(value) for name, value in jax.device_get(figures).items()}
         self.version = plan.update + 1
+        pace_s = self.config.pace.update_s - (time.monotonic() - self._began_s)
+        if pace_s > 0:
+            time.sleep(pace_s)
         metrics |= self._plan_metrics(chunk) | {"update_s": time.monotonic() - self._began_s}
         done = msg.UpdateDone(
             process=self._process,

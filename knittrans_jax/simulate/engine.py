@@ -16,10 +16,14 @@ live (`admission.controller`), and this module makes none.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import heapq
+import math
 from collections.abc import Callable
 from typing import Literal, Protocol
+
+import msgspec
 
 from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.controller import Controller
@@ -31,6 +35,22 @@ from knittrans_jax.trajectory import GroupMeta, MiniBatchPlan, PlannedGroup, Tra
 UNIT_TOKENS = 1 << 20
 """Sampled tokens of a simulated trajectory: how finely its mean version is resolved."""
 HOST = "rollout0"
+TRAJECTORY = TrajectoryMeta(
+    length_tokens=UNIT_TOKENS,
+    sampled_tokens=UNIT_TOKENS,
+    reward=0.5,
+    version_min=0,
+    version_max=0,
+    version_sum=0,
+    turns=1,
+    questions=1,
+    exact=0,
+    media=(),
+    started_s=0.0,
+    finished_s=math.inf,
+    version_done=0,
+)
+"""A trajectory that is in flight as long as its group."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +62,8 @@ class Flight:
     """Why the workload has it dropped at completion, besides the batch's own filter; None: it has not."""
     fails: str | None = None
     """Why the host gives it up at completion; None: it does not."""
-    reward: float = 0.5
+    members: tuple[TrajectoryMeta, ...] = (TRAJECTORY,)
+    """Its trajectories, with times since the group's start (none ends after the group); their versions are not read."""
 
 
 class Flights(Protocol):
@@ -88,6 +109,34 @@ class SimRun:
     """Why the run could not go on; None: it did."""
 
 
+class VersionClock:
+    """Which version was published when. Version 0 is there from the beginning."""
+
+    def __init__(self) -> None:
+        self._times_s, self._versions, self._areas = [0.0], [0], [0.0]
+
+    def publish(self, now_s: float, version: int) -> None:
+        """`version` is the newest from `now_s` on; no earlier than the last one."""
+        self._areas.append(self._area(now_s))
+        self._times_s.append(now_s)
+        self._versions.append(version)
+
+    def version(self, time_s: float) -> int:
+        """The newest version at a time."""
+        return self._versions[bisect.bisect_right(self._times_s, time_s) - 1]
+
+    def mean(self, start_s: float, end_s: float) -> float:
+        """The mean over time of the newest version."""
+        if end_s <= start_s:
+            return float(self.version(start_s))
+        return (self._area(end_s) - self._area(start_s)) / (end_s - start_s)
+
+    def _area(self, time_s: float) -> float:
+        """The integral of the newest version over time, from the beginning."""
+        last = bisect.bisect_right(self._times_s, time_s) - 1
+        return self._areas[last] + self._versions[last] * (time_s - self._times_s[last])
+
+
 class Simulation:
     """See the module's opening. One run; `run` may be called once."""
 
@@ -118,9 +167,7 @@ class Simulation:
         self._order = 0
         self._free = timing.slots
         self._started_s: dict[int, float] = {}
-        self._version_at: dict[int, float] = {}
-        self._version_area = 0.0
-        self._area_until_s = 0.0
+        self._clock = VersionClock()
         self._pulled: dict[int, float] = {}
         self._training: MiniBatchPlan | None = None
         self._free_since_s = 0.0
@@ -164,44 +211,20 @@ class Simulation:
             flight = self._flights(leased, now_s)
             self._free -= 1
             self._started_s[leased.group_id] = now_s
-            self._version_at[leased.group_id] = (
-                self._area(now_s) if self._timing.in_flight == "swap" else self._state.published
-            )
-            self._after(flight.latency_s, self._done, leased.group_id, leased.version, flight)
+            self._after(flight.latency_s, self._done, leased.group_id, flight)
 
-    def _done(self, group_id: int, version: int, flight: Flight) -> None:
+    def _done(self, group_id: int, flight: Flight) -> None:
         """A group is complete."""
         now_s = self._now_s
         self._free += 1
-        began_s, at = self._started_s.pop(group_id), self._version_at.pop(group_id)
+        began_s = self._started_s.pop(group_id)
         if flight.fails is not None:
             self._emit(ev.Failed(time_s=now_s, group_id=group_id, reason=flight.fails, episode_retries=0))
             return self._settle(True, False)
-        published = self._state.published
-        if self._timing.in_flight == "swap":
-            mean = (self._area(now_s) - at) / (now_s - began_s) if now_s > began_s else float(published)
-        else:
-            mean = at
         meta = GroupMeta(
             group_id=group_id,
             unit=HOST,
-            trajectories=(
-                TrajectoryMeta(
-                    length_tokens=UNIT_TOKENS,
-                    sampled_tokens=UNIT_TOKENS,
-                    reward=flight.reward,
-                    version_min=version,
-                    version_max=published if self._timing.in_flight == "swap" else version,
-                    version_sum=round(mean * UNIT_TOKENS),
-                    turns=1,
-                    questions=1,
-                    exact=0,
-                    media=(),
-                    started_s=began_s,
-                    finished_s=now_s,
-                    version_done=published,
-                ),
-            ),
+            trajectories=tuple(self._finished(member, began_s) for member in flight.members),
             media=(),
             payload_bytes=0,
         )
@@ -216,6 +239,26 @@ class Simulation:
             if never is not None:  # live, `admission.on_starvation` decides
                 self.run_.stuck = f"at {now_s:.1f} s; all that comes is dropped; waiting for {never}"
         return self._settle(True, filtered is None)
+
+    def _finished(self, member: TrajectoryMeta, began_s: float) -> TrajectoryMeta:
+        """A trajectory of a group that began then and is complete now, with its versions."""
+        start_s = began_s + member.started_s
+        end_s = max(start_s, min(began_s + member.finished_s, self._now_s))
+        newest = self._clock.version(end_s)
+        if self._timing.in_flight == "swap":
+            oldest, mean = self._clock.version(start_s), self._clock.mean(start_s, end_s)
+        else:
+            oldest = self._clock.version(began_s)
+            mean = float(oldest)
+        return msgspec.structs.replace(
+            member,
+            version_min=oldest,
+            version_max=newest if self._timing.in_flight == "swap" else oldest,
+            version_sum=round(mean * member.sampled_tokens),
+            started_s=start_s,
+            finished_s=end_s,
+            version_done=newest,
+        )
 
     def _admit(self) -> None:
         state, now_s = self._state, self._now_s
@@ -272,7 +315,7 @@ class Simulation:
                 time_s=now_s,
                 plan_id=plan.plan_id,
                 update=plan.update,
-                metrics={},
+                metrics={"update_s": self._timing.train_s(plan.update)},
                 waits_s={"groups": waited_s},
                 pulled_bytes=0,
                 unique_bytes=0,
@@ -295,7 +338,7 @@ class Simulation:
 
     def _published(self) -> None:
         assert self._publishing is not None
-        self._area(self._now_s)
+        self._clock.publish(self._now_s, self._publishing)
         self._emit(ev.Published(time_s=self._now_s, version=self._publishing))
         self._publishing = None
         if self._to_publish is not None:
@@ -313,12 +356,6 @@ class Simulation:
     def _after(self, seconds: float, act: Callable[..., None], *arguments: object) -> None:
         self._order += 1
         heapq.heappush(self._due, (self._now_s + seconds, self._order, act, arguments))
-
-    def _area(self, now_s: float) -> float:
-        """The integral of the published version over time, up to now."""
-        self._version_area += max(0, self._state.published) * (now_s - self._area_until_s)
-        self._area_until_s = now_s
-        return self._version_area
 
     def _note_wait(self, reason: str | None) -> None:
         if self._waiting is not None:

@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 import hypothesis
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from knittrans_jax.admission.prompts import PromptOrder
 from knittrans_jax.admission.rules import Rules, resolve
 from knittrans_jax.admission.state import AdmissionState, fold
 from knittrans_jax.config import BatchConfig, Bound
-from knittrans_jax.simulate.engine import Flight, SimRun, Simulation, Timing
+from knittrans_jax.simulate.engine import TRAJECTORY, Flight, SimRun, Simulation, Timing
 
 GROUPS, MINI_BATCHES = 16, 4
 PROMPTS = [(f"{value}{i}", {"domain": value}) for value in "ab" for i in range(200)]
@@ -58,7 +59,8 @@ def simulate(
 
     def flight(leased: ev.Leased, now_s: float) -> Flight:
         dropped = "all alike" if rng.random() < dropped_share else None
-        return Flight(latency_s * rng.lognormvariate(0.0, sigma), dropped=dropped, reward=rng.random())
+        members = (msgspec.structs.replace(TRAJECTORY, reward=rng.random()),)
+        return Flight(latency_s * rng.lognormvariate(0.0, sigma), dropped=dropped, members=members)
 
     run = Simulation(controller, timing, flight, updates=10 * MINI_BATCHES, on_event=events.append).run()
     return run, events, state
