@@ -179,6 +179,8 @@ class TrainConfig(Section, frozen=True):
     """Address of the training group's `jax.distributed` coordinator; port 0 lets the launcher pick a free one."""
     start_timeout_s: PositiveFloat = 120.0
     heartbeat_timeout_s: PositiveFloat = 100.0
+    compile_timeout_s: PositiveFloat = 600.0
+    """Longest that a training process waits for another to compile the program that both run next."""
     go_timeout_s: PositiveFloat = 60.0
     """Deadline of the scheduler's go for a chunk, from the first process that holds its rows."""
 

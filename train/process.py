@@ -31,6 +31,7 @@ from knittrans_jax.train.advantages import group_advantages
 from knittrans_jax.train.setup import TrainSetup, join_process_group, make_mesh, set_up_training
 from knittrans_jax.train.state import TrainState
 from knittrans_jax.train.step import Sums
+from knittrans_jax.train.together import Together, group_barrier
 from knittrans_jax.transfer.control import ControlClient, ControlError
 from knittrans_jax.transfer.loader import Chunk, ChunkLoader, LoaderError, LoaderOptions, split_wait
 from knittrans_jax.transfer.relay import RelayServer
@@ -177,7 +178,12 @@ class Trainer:
     ) -> None:
         """Begins at version 0."""
         self.config = config
-        self.programs = setup.programs
+        self.programs = programs = setup.programs
+        together = Together(group_barrier(config.train.compile_timeout_s))
+        self._encode_images, self._insert = together(programs.encode), together(programs.insert)
+        self._accumulate = together(programs.accumulate)
+        self._accumulate_copies = together(programs.accumulate_copies)
+        self._finish = together(programs.finish)
         self.state: TrainState = setup.state
         self.version = 0
         self.waits_s: dict[str, float] = collections.defaultdict(float)
@@ -202,9 +208,9 @@ class Trainer:
         self._pulled_bytes += chunk.pulled_bytes
         self._relayed_bytes += chunk.relayed_bytes
         if copies:
-            self._sums = self.programs.accumulate_copies(params, chunk.images, chunk.arrays, self._sums)
+            self._sums = self._accumulate_copies(params, chunk.images, chunk.arrays, self._sums)
         else:
-            self._sums = self.programs.accumulate(params, self._table, chunk.arrays, self._sums)
+            self._sums = self._accumulate(params, self._table, chunk.arrays, self._sums)
         if chunk.last:
             self._update(chunk)
 
@@ -213,10 +219,10 @@ class Trainer:
         params = self.state.params
         if chunk.mode == "per_mini_batch":
             self._images = chunk.images
-            self._table = self.programs.encode(params, self._images)
+            self._table = self._encode_images(params, self._images)
         elif chunk.mode == "frozen":
             if chunk.images is not None:
-                self._cached = self.programs.insert(self._cached, params, chunk.images, chunk.insert)
+                self._cached = self._insert(self._cached, params, chunk.images, chunk.insert)
             self._table = self._cached
 
     def publish(self) -> None:
@@ -236,9 +242,7 @@ class Trainer:
 
     def _update(self, chunk: Chunk) -> None:
         plan = chunk.plan
-        self.state, figures = self.programs.finish(
-            self.state, self._images, self._sums, np.float32(plan.sampled_tokens)
-        )
+        self.state, figures = self._finish(self.state, self._images, self._sums, np.float32(plan.sampled_tokens))
         self._table = self._images = self._sums = None
         metrics = {name: float(value) for name, value in jax.device_get(figures).items()}
         self.version = plan.update + 1
