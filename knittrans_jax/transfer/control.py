@@ -38,6 +38,8 @@ MAX_BATCH = 256
 """Most requests returned by one `receive`, so that a flood cannot keep the server from its other work."""
 STOP_POLL_S = 0.1
 """How often a waiting client looks at its stop flag."""
+ABSENT_S = 0.5
+"""A wait that ends so much later than it was to: this process did not run meanwhile, and the time is not the scheduler's."""
 
 
 class ControlError(RuntimeError):
@@ -340,7 +342,12 @@ class ControlClient:
             request, request_timeout_s, deadline = self._outstanding
             now = time.monotonic()
             wait_s = max(0.0, min(end, deadline) - now)
-            if not self._socket.poll(int(wait_s * 1000 + 0.999)):
+            came = self._socket.poll(int(wait_s * 1000 + 0.999))
+            absent_s = time.monotonic() - now - wait_s
+            if absent_s > ABSENT_S and not came:  # the answer may be here, but nobody has read it yet
+                self._outstanding = (request, request_timeout_s, deadline + absent_s)
+                continue
+            if not came:
                 if time.monotonic() >= deadline:
                     self.abandon()
                     raise ControlTimeout(

@@ -1,5 +1,8 @@
 import json
+import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -141,6 +144,29 @@ def test_a_stop_flag_ends_a_wait_at_once(server: ControlServer, tmp_path: Path):
         with pytest.raises(ControlStopped):
             one.call(StatusRequest())
         assert time.monotonic() - began < 2
+
+
+def test_a_process_that_was_stopped_beyond_its_deadline_still_takes_the_answer(server: ControlServer, tmp_path: Path):
+    code = (
+        "import sys; from pathlib import Path; from knittrans_jax.launch.messages import StatusRequest\n"
+        "from knittrans_jax.transfer.control import ControlClient\n"
+        "with ControlClient(Path(sys.argv[1]), 'train0', 1.0) as one: print(one.call(StatusRequest()))"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "control.json")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        deadline_s = time.monotonic() + 30
+        while not (incoming := server.receive(0.05)):
+            assert time.monotonic() < deadline_s
+        child.send_signal(signal.SIGSTOP)
+        server.reply(incoming[0].peer, incoming[0].request_id, Ack())
+        server.receive(2.0)
+        child.send_signal(signal.SIGCONT)
+        assert child.communicate(timeout=10)[0] == "Ack()\n"
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def raw_dealer(context: zmq.Context, control_file: Path, server_key: bytes | None = None) -> zmq.Socket:
