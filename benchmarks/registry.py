@@ -24,6 +24,10 @@ BENCHES: dict[str, tuple[str, str]] = {
         "knittrans_jax.benchmarks.admission",
         "groups a second through fold, log and policy, by attributes and pool",
     ),
+    "staleness": (
+        "knittrans_jax.benchmarks.staleness",
+        "the policies and lock step as real, paced runs: staleness, step time; the simulator's word beside it",
+    ),
     "noise": ("knittrans_jax.benchmarks.noise", "equal work against itself: what this machine cannot tell apart"),
 }
 """Name -> module, and what it measures."""
