@@ -31,7 +31,7 @@ from knittrans_jax.train.advantages import group_advantages
 from knittrans_jax.train.setup import TrainSetup, join_process_group, make_mesh, set_up_training
 from knittrans_jax.train.state import TrainState
 from knittrans_jax.train.step import Sums
-from knittrans_jax.train.together import Together, group_barrier
+from knittrans_jax.train.together import Together, mesh_barrier
 from knittrans_jax.transfer.control import ControlClient, ControlError
 from knittrans_jax.transfer.loader import Chunk, ChunkLoader, LoaderError, LoaderOptions, split_wait
 from knittrans_jax.transfer.relay import RelayServer
@@ -179,7 +179,7 @@ class Trainer:
         """Begins at version 0."""
         self.config = config
         self.programs = programs = setup.programs
-        together = Together(group_barrier(config.train.compile_timeout_s))
+        together = Together(mesh_barrier(programs.mesh, config.train.compile_timeout_s))
         self._encode_images, self._insert = together(programs.encode), together(programs.insert)
         self._accumulate = together(programs.accumulate)
         self._accumulate_copies = together(programs.accumulate_copies)

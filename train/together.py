@@ -7,23 +7,29 @@ would end for no fault of its own. Here the others wait at a barrier with a dead
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax._src import distributed  # the coordinator's client, for its barrier with a deadline; JAX has no public one
+from jax.sharding import Mesh
 
-Barrier = Callable[[str], None]
-"""Returns when every process has called it with the same name; raises after its deadline."""
+Barrier = Callable[[], None]
+"""Returns when every process has called it as often as this one; raises after its deadline."""
+_passed = itertools.count()
 
 
-def group_barrier(timeout_s: float) -> Barrier:
-    """The barrier of this process's group, by way of its coordinator. Without a group there is nobody to wait for."""
+def mesh_barrier(mesh: Mesh, timeout_s: float) -> Barrier:
+    """The barrier of a process group whose devices make up `mesh`, by way of its coordinator.
 
-    def wait(name: str) -> None:
-        client = distributed.global_state.client
-        if client is not None:
-            client.wait_at_barrier(name, int(timeout_s * 1000))
+    On a mesh of this process's own devices there is nobody to wait for.
+    """
+    several = len({device.process_index for device in mesh.devices.flat}) > 1
+
+    def wait() -> None:
+        if several:
+            distributed.global_state.client.wait_at_barrier(f"compiled-{next(_passed)}", int(timeout_s * 1000))
 
     return wait
 
@@ -34,7 +40,6 @@ class Together:
     def __init__(self, barrier: Barrier) -> None:
         """`barrier`: called once for every program and every shape of its arguments."""
         self._barrier = barrier
-        self._compiled = 0
 
     def __call__(self, jitted: Any) -> Callable[..., Any]:
         """`jitted`, compiled ahead and together for arguments of a new kind; every argument must be dynamic."""
@@ -45,12 +50,11 @@ class Together:
             kind = (structure, *((jax.numpy.shape(leaf), jax.numpy.result_type(leaf)) for leaf in leaves))
             if kind not in seen:
                 jitted.lower(*arguments).compile()  # the call below finds it
-                self._barrier(f"compiled-{self._compiled}")
-                self._compiled += 1
+                self._barrier()
                 seen.add(kind)
             return jitted(*arguments)
 
         return call
 
 
-__all__ = ["Barrier", "Together", "group_barrier"]
+__all__ = ["Barrier", "Together", "mesh_barrier"]
