@@ -150,13 +150,17 @@ class ObjectiveConfig(Section, frozen=True):
 class TrainConfig(Section, frozen=True):
     """The training mesh and the shape of its work.
 
-    `mesh` gives the size of each axis; their product is `processes * devices_per_process`. A micro-batch has
-    `micro_batch_rows` rows of `row_tokens` tokens on every data shard; `chunk_micro_batches` of them are scanned per call.
+    `mesh` gives the size of each axis, 1 where it is left out; their product is `processes * devices_per_process`. Rows are
+    split over `data` and `fsdp`, whose product is the number of data shards; parameters and Adam's moments over `fsdp` and
+    `tensor` (`models/mesh.py`). A micro-batch has `micro_batch_rows` rows of `row_tokens` tokens on every data shard;
+    `chunk_micro_batches` of them are scanned per call.
     """
 
     processes: PositiveInt = 2
     devices_per_process: PositiveInt = 1
-    mesh: dict[Literal["data"], PositiveInt] = msgspec.field(default_factory=lambda: {"data": 2})
+    mesh: dict[Literal["data", "fsdp", "tensor", "sequence"], PositiveInt] = msgspec.field(
+        default_factory=lambda: {"data": 2}
+    )
     updates: PositiveInt = 100
     row_tokens: PositiveInt = 128
     micro_batch_rows: PositiveInt = 8
@@ -270,8 +274,8 @@ class Config(Section, frozen=True):
 
     @property
     def data_shards(self) -> int:
-        """Number of data shards of the training mesh."""
-        return self.train.mesh.get("data", 1)
+        """Number of data shards of the training mesh: parts that rows are split into."""
+        return self.train.mesh.get("data", 1) * self.train.mesh.get("fsdp", 1)
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -548,7 +552,13 @@ def _check_lengths(config: Config) -> None:
 def _check_training(config: Config) -> None:
     train = config.train
     devices = train.processes * train.devices_per_process
-    _refuse("data" not in train.mesh, "train.mesh", train.mesh, "has no axis data, over which rows are sharded")
+    _refuse(
+        train.mesh.get("sequence", 1) > 1,
+        "train.mesh.sequence",
+        train.mesh.get("sequence"),
+        "the update does not split a row's tokens over devices: must be 1; use data, fsdp and tensor, and train.row_tokens "
+        "no longer than the longest trajectory needs",
+    )
     _refuse(
         math.prod(train.mesh.values()) != devices,
         "train.mesh",

@@ -43,7 +43,8 @@ WRONG = [
     (["control.port=70000"], "control.port", "70000", "<= 65535"),
     (["train=null"], "train", "None", "expected `object`"),
     (["admission.policy=greedy"], "admission.policy", "'greedy'", "expected one of fifo, mini_batch"),
-    (["train.mesh={fsdp: 2}"], "train.mesh.fsdp", "2", "one of data"),
+    (["train.mesh={model: 2}"], "train.mesh.model", "2", "one of data"),
+    (["train.mesh={data: 1, sequence: 2}"], "train.mesh.sequence", "2", "must be 1"),
     (["train.mesh={data: 0}"], "train.mesh.data", "0", ">= 1"),
     (["batch.quotas.domain.cells.min=abc"], "batch.quotas.domain.cells.min", "'abc'", "expected `int | float`"),
     (
@@ -56,7 +57,7 @@ WRONG = [
     (["admission.look_ahead_groups={a: -3}"], "admission.look_ahead_groups.a", "-3", ">= 0"),
     (["batch.mini_batches=3"], "batch.mini_batches", "3", "does not divide batch.groups = 8"),
     (["train.processes=3"], "train.mesh", "{'data': 2}", "train.processes = 3"),
-    (["train.mesh={}", "train.processes=1"], "train.mesh", "{}", "no axis data"),
+    (["train.mesh={}"], "train.mesh", "{}", "train.processes = 2"),
     (["seed=4294967296"], "seed", "4294967296", "32 bits"),
     (["control.rpc_timeout_s=0.01"], "control.rpc_timeout_s", "0.01", "at least 1"),
     (["train.heartbeat_timeout_s=0.5"], "train.heartbeat_timeout_s", "0.5", "at least 1"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -12,7 +13,8 @@ from knittrans_jax.config import Config, ConfigError
 from knittrans_jax.encoding.modes import cached_table_rows
 from knittrans_jax.models.run_model import initial_params, model_config, run_model
 from knittrans_jax.rollout.tasks.base import Task
-from knittrans_jax.train.state import TrainState, init_state, make_optimizer
+from knittrans_jax.train.layout import FSDP, TENSOR, TRAIN_AXES
+from knittrans_jax.train.state import TrainState, make_optimizer
 from knittrans_jax.train.step import StepPrograms
 from knittrans_jax.transfer.pack import PackSpec
 
@@ -43,10 +45,10 @@ def join_process_group(config: Config, process: int) -> None:
         )
 
 
-def make_mesh(config: Config) -> Mesh:
-    """The training mesh over all devices of the process group."""
-    names = tuple(config.train.mesh)
-    return jax.make_mesh(tuple(config.train.mesh.values()), names, axis_types=(AxisType.Auto,) * len(names))
+def make_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
+    """The training mesh over all devices of the process group, or over `devices`. Axes that are not configured have size 1."""
+    sizes = tuple(config.train.mesh.get(axis, 1) for axis in TRAIN_AXES)
+    return jax.make_mesh(sizes, TRAIN_AXES, axis_types=(AxisType.Auto,) * len(TRAIN_AXES), devices=devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ class TrainSetup:
 
     programs: StepPrograms
     state: TrainState
-    """Version 0, replicated over the mesh."""
+    """Version 0, laid out over the mesh."""
     pack_spec: PackSpec
     processor: str
     """Names everything besides its content that an image's features depend on."""
@@ -65,8 +67,9 @@ class TrainSetup:
 
 def build_programs(config: Config, task: Task, mesh: Mesh) -> StepPrograms:
     """The step programs; no arrays are made."""
-    model, _ = run_model(config.model, task.vocabulary)
-    optimizer = make_optimizer(config.train.optimizer, config.train.updates)
+    model, _ = run_model(config.model, task.vocabulary, FSDP if mesh.shape[FSDP] > 1 else None)
+    split_params = mesh.shape[FSDP] * mesh.shape[TENSOR] > 1
+    optimizer = make_optimizer(config.train.optimizer, config.train.updates, split_params)
     return StepPrograms(
         model,
         config.train.objective,
@@ -94,9 +97,8 @@ def pack_spec(config: Config, task: Task) -> PackSpec:
 def set_up_training(config: Config, task: Task, mesh: Mesh) -> TrainSetup:
     """Programs and version 0: the parameters of `model.path`, or the same drawn from `seed` on every process."""
     programs = build_programs(config, task, mesh)
-    params = initial_params(config.model, task.vocabulary, config.seed, programs.replicated)
-    init = functools.partial(init_state, optimizer=programs.optimizer, frozen_encoder=programs.frozen_encoder)
-    state = jax.jit(init, out_shardings=programs.replicated)(params)
+    params = initial_params(config.model, task.vocabulary, config.seed, programs.param_shardings)
+    state = programs.init(params)
     model, spec = programs.model.config, pack_spec(config, task)
     return TrainSetup(
         programs=programs,

@@ -23,13 +23,16 @@ class TrainState:
     opt_state: Any
 
 
-def make_optimizer(config: OptimizerConfig, total_updates: int) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, total_updates: int, split_params: bool = False
+) -> optax.GradientTransformation:
     """Clip by global norm, then AdamW with warm-up and cosine decay. Weight decay spares vectors (norms and biases).
 
     A gradient that is not finite changes nothing, neither parameters nor state: the update is skipped.
 
     The state is optax's `ScaleByAdamState`. For a small model (`knittrans_jax.train.ravel.small`) its moments are one vector
-    each, in the order of `ravel(params)`; else they are trees like the parameters, and may be sharded as these are.
+    each, in the order of `ravel(params)`. Else, and where the mesh splits parameters (`split_params`), they are trees like the
+    parameters, and lie as these do.
     """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / max(1, config.warmup_updates),
@@ -41,10 +44,10 @@ def make_optimizer(config: OptimizerConfig, total_updates: int) -> optax.Gradien
     adam = optax.scale_by_adam(b1=config.b1, b2=config.b2)
 
     def init(params: Any) -> Any:
-        return adam.init(ravel(params) if small(params) else params)
+        return adam.init(ravel(params) if small(params) and not split_params else params)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        one_vector = small(updates)
+        one_vector = small(updates) and not split_params
         gradient = ravel(updates) if one_vector else updates
         norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(norm)

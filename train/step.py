@@ -1,12 +1,16 @@
-"""The update of one mini-batch, as jitted programs over the training mesh.
+"""The update of one mini-batch, as jitted programs over the training mesh `data` x `fsdp` x `tensor` (`train/layout.py`).
 
-1. `start()`: zero accumulators, one per data shard.
-2. `encode(params, images)`: every unique image once; the table is gathered to all shards.
-3. `accumulate(params, table, chunk, sums)`: forward and backward of a chunk of micro-batches. Each shard adds to its own
-   sums (decoder gradient, table cotangent, figures), all float32: this program contains no collective, so a process that
-   lacks its rows holds up nobody inside one.
-4. `finish(state, images, sums, denominator)`: the table's cotangents are summed over shards and go back through the encoder
-   once; gradients are summed over shards once; clip; update.
+1. `start()`: zero accumulators.
+2. `encode(params, images)`: every unique image once; the table is gathered to all devices.
+3. `accumulate(params, table, chunk, sums)`: forward and backward of a chunk of micro-batches. Each data shard adds to sums of
+   its own (gradients, table cotangent, figures), all float32. Nothing is summed over `data`, and the table's cotangent over
+   nothing at all. On a mesh of `data` alone this program contains no collective, so a process that lacks its rows holds up
+   nobody inside one. `fsdp` gathers each layer's parameters inside the loop over layers, and sums their gradients there.
+4. `finish(state, images, sums, denominator)`: the table's cotangents are summed over data shards and go back through the
+   encoder once; gradients are summed over data shards once; clip; update.
+
+The programs are manual in all axes (`shard_map`): their collectives are those written here. Only `accumulate` leaves `tensor`
+to XLA, where it is larger than 1. The encoder knows no `tensor`: its rows are shared out over all devices where they divide.
 
 Without images `encode` is not called, `table` and `images` are None, and the encoder's gradient is exactly zero, as it is
 for naive training on a batch without images. In modes `per_micro_batch` and `per_micro_batch_unique` every micro-batch encodes
@@ -30,19 +34,20 @@ from jax.sharding import PartitionSpec as P
 
 from knittrans_jax.config import ObjectiveConfig
 from knittrans_jax.encoding.encode_once import add_cotangent, encode_once, gather_rows
-from knittrans_jax.models import Model, decoder_apply, encoder_apply, normalise_pixels
+from knittrans_jax.models import Model, abstract_model, decoder_apply, encoder_apply, normalise_pixels
+from knittrans_jax.models.mesh import ROWS
+from knittrans_jax.train.layout import TENSOR, TRAIN_AXES, Layout, map_specs, without
 from knittrans_jax.train.objective import ObjectiveSums, objective_sums, score_tokens
 from knittrans_jax.train.ravel import ravel, small, unravel
-from knittrans_jax.train.state import TrainState, trained_params
+from knittrans_jax.train.state import TrainState, init_state, trained_params
 from knittrans_jax.transfer.batch import ChunkArrays, ImageArrays
 
-AXIS = "data"
 ENCODER_CHUNK_ROWS = 8
 """Encoder rows per chunk: the encoder's activations live one chunk at a time."""
 
 
 class Sums(NamedTuple):
-    """Accumulators of a mini-batch; every leaf has a leading axis of data shards, sharded over `data`."""
+    """Accumulators of a mini-batch; every leaf has a leading axis, see `train/layout.py`. S data shards."""
 
     decoder: Any
     encoder: Any
@@ -68,25 +73,49 @@ class StepPrograms:
     temperature: float
     frozen_encoder: bool = False
 
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """How everything lies on the mesh."""
+        return Layout(self.model.config, self.mesh)
+
     @property
     def shards(self) -> int:
         """Number of data shards."""
-        return self.mesh.shape[AXIS]
+        return self.layout.shards
 
     @property
     def replicated(self) -> NamedSharding:
-        """Sharding of parameters, optimizer state and the table."""
+        """Sharding of the table, and of scalars."""
         return NamedSharding(self.mesh, P())
 
     @property
     def chunk_sharding(self) -> NamedSharding:
-        """Sharding of every field of `ChunkArrays`."""
-        return NamedSharding(self.mesh, P(None, AXIS))
+        """Sharding of every field of `ChunkArrays`, and of copies of images."""
+        return NamedSharding(self.mesh, P(None, ROWS))
 
     @property
     def image_sharding(self) -> NamedSharding:
-        """Sharding of every field of `ImageArrays`, and of the leading axis of `Sums`."""
-        return NamedSharding(self.mesh, P(AXIS))
+        """Sharding of every field of `ImageArrays`."""
+        return NamedSharding(self.mesh, P(ROWS))
+
+    @functools.cached_property
+    def param_shardings(self) -> Any:
+        """A tree like the parameters."""
+        return self.layout.shardings(self.layout.params)
+
+    @functools.cached_property
+    def state_shardings(self) -> TrainState:
+        """A tree like the training state."""
+        params = abstract_model(self.model.config)[1]
+        return self.layout.state(jax.eval_shape(self._init, params))
+
+    @functools.cached_property
+    def init(self) -> Any:
+        """`init(params) -> state`, version 0."""
+        return jax.jit(self._init, out_shardings=self.state_shardings)
+
+    def _init(self, params: Any) -> TrainState:
+        return init_state(params, self.optimizer, self.frozen_encoder)
 
     @functools.cached_property
     def start(self) -> Any:
@@ -95,30 +124,34 @@ class StepPrograms:
         """
 
         def start(params: Any, table_rows: int, copies: bool) -> Sums:
-            def zeros(leaf: jax.Array) -> jax.Array:
-                return jnp.zeros((self.shards, *leaf.shape), jnp.float32)
+            def zeros(leaf: jax.Array, spec: P) -> jax.Array:
+                lead = self.mesh.shape[spec[0]] if isinstance(spec[0], str) else self.shards
+                return jnp.zeros((lead, *leaf.shape), jnp.float32)
 
-            return Sums(
-                decoder=jax.tree.map(zeros, params["decoder"]),
-                encoder=jax.tree.map(zeros, params["encoder"]) if copies else (),
+            specs = self._sums_specs(copies)
+            sums = Sums(
+                decoder=jax.tree.map(zeros, params["decoder"], specs.decoder),
+                encoder=jax.tree.map(zeros, params["encoder"], specs.encoder) if copies else (),
                 cotangent=jnp.zeros((self.shards, table_rows, self.model.config.visual_features), jnp.float32),
                 figures=ObjectiveSums(*(jnp.zeros((self.shards,), jnp.float32) for _ in ObjectiveSums._fields)),
             )
+            return lax.with_sharding_constraint(sums, self.sums_shardings(copies))
 
-        return jax.jit(start, static_argnums=(1, 2), out_shardings=self.image_sharding)
+        return jax.jit(start, static_argnums=(1, 2))
 
     @functools.cached_property
     def encode(self) -> Any:
-        """`encode(params, images) -> table` [ER * P / merge^2, E], on every shard."""
+        """`encode(params, images) -> table` [ER * P / merge^2, E], on every device."""
 
         def encode(params: Any, images: ImageArrays) -> jax.Array:
-            return lax.all_gather(self._local_table(params["encoder"], images)[0], AXIS, tiled=True)
+            own, axes = self._own_images(images)
+            return lax.all_gather(self._local_table(params["encoder"], own)[0], axes, tiled=True)
 
-        return jax.jit(self._sharded(encode, (P(), P(AXIS)), P(), check_vma=False))
+        return jax.jit(self._manual(encode, (self.layout.params, P(ROWS)), P()))
 
     @functools.cached_property
     def empty_table(self) -> Any:
-        """`empty_table(rows) -> table` [rows, E] of zeros on every shard, for `insert`; `rows` is static."""
+        """`empty_table(rows) -> table` [rows, E] of zeros on every device, for `insert`; `rows` is static."""
 
         def empty(rows: int) -> jax.Array:
             return jnp.zeros((rows, self.model.config.visual_features), jnp.float32)
@@ -133,10 +166,11 @@ class StepPrograms:
         """
 
         def insert(table: jax.Array, params: Any, images: ImageArrays, rows: jax.Array) -> jax.Array:
-            encoded = lax.all_gather(self._local_table(params["encoder"], images)[0], AXIS, tiled=True)
+            own, axes = self._own_images(images)
+            encoded = lax.all_gather(self._local_table(params["encoder"], own)[0], axes, tiled=True)
             return table.at[rows].set(encoded, mode="drop")
 
-        return jax.jit(self._sharded(insert, (P(), P(), P(AXIS), P()), P(), check_vma=False), donate_argnums=0)
+        return jax.jit(self._manual(insert, (P(), self.layout.params, P(ROWS), P()), P()), donate_argnums=0)
 
     @functools.cached_property
     def accumulate(self) -> Any:
@@ -149,9 +183,8 @@ class StepPrograms:
             )
             return jax.tree.map(lambda x: x[None], own)
 
-        return jax.jit(
-            self._sharded(accumulate, (P(), P(), P(None, AXIS), P(AXIS)), P(AXIS), check_vma=False), donate_argnums=3
-        )
+        specs = self._sums_specs(copies=False)
+        return self._jit_accumulate(accumulate, (self.layout.params, P(), P(None, ROWS), specs), specs)
 
     @functools.cached_property
     def accumulate_copies(self) -> Any:
@@ -164,10 +197,8 @@ class StepPrograms:
             own, _ = lax.scan(one, jax.tree.map(lambda x: x[0], sums), (copies, chunk))
             return jax.tree.map(lambda x: x[None], own)
 
-        return jax.jit(
-            self._sharded(accumulate, (P(), P(None, AXIS), P(None, AXIS), P(AXIS)), P(AXIS), check_vma=False),
-            donate_argnums=3,
-        )
+        specs = self._sums_specs(copies=True)
+        return self._jit_accumulate(accumulate, (self.layout.params, P(None, ROWS), P(None, ROWS), specs), specs)
 
     @functools.cached_property
     def finish(self) -> Any:
@@ -178,33 +209,93 @@ class StepPrograms:
 
         def gradients(params: Any, images: ImageArrays | None, sums: Sums, denominator: jax.Array) -> Any:
             own = jax.tree.map(lambda x: x[0], sums)
-            grads = {"decoder": own.decoder}
+            grads, encoder_over = {"decoder": own.decoder}, ROWS
             if images is not None:
-                cotangent = lax.psum_scatter(own.cotangent, AXIS, scatter_dimension=0, tiled=True)
-                grads["encoder"] = self._local_table(params["encoder"], images)[1](cotangent)
+                own_images, encoder_over = self._own_images(images)
+                cotangent = lax.psum_scatter(own.cotangent, ROWS, scatter_dimension=0, tiled=True)
+                if TENSOR in encoder_over:
+                    cotangent = _own_part(cotangent, TENSOR)
+                grads["encoder"] = self._local_table(params["encoder"], own_images)[1](cotangent)
             elif own.encoder:
                 grads["encoder"] = own.encoder
             elif "encoder" in params and not self.frozen_encoder:
                 grads["encoder"] = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params["encoder"])
-            return _sum_over_shards(grads, own.figures, denominator)
+            return self._sum_over_shards(grads, own.figures, encoder_over, denominator)
 
         def finish(
             state: TrainState, images: ImageArrays | None, sums: Sums, denominator: jax.Array
         ) -> tuple[TrainState, dict[str, jax.Array]]:
-            grads, figures = self._sharded(gradients, (P(), P(AXIS), P(AXIS), P()), P(), check_vma=False)(
-                state.params, images, sums, denominator
-            )
             trained = trained_params(state.params, self.frozen_encoder)
+            in_specs = (self.layout.params, P(ROWS), self._sums_specs(bool(sums.encoder)), P())
+            out_specs = (trained_params(self.layout.params, self.frozen_encoder), P())
+            grads, figures = self._manual(gradients, in_specs, out_specs)(state.params, images, sums, denominator)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
             updates, opt_state = self.optimizer.update(grads, state.opt_state, trained)
             params = state.params | cast(dict[str, Any], optax.apply_updates(trained, updates))
             new = TrainState(update=state.update + 1, params=params, opt_state=opt_state)
-            return new, _report(figures, denominator, optax.tree.norm(ravel(grads) if small(grads) else grads))
+            one_vector = small(grads) and not self.layout.splits_params
+            return new, _report(figures, denominator, optax.tree.norm(ravel(grads) if one_vector else grads))
 
-        return jax.jit(finish, donate_argnums=0, out_shardings=self.replicated)
+        return jax.jit(finish, donate_argnums=0, out_shardings=(self.state_shardings, self.replicated))
 
-    def _sharded(self, f: Any, in_specs: Any, out_specs: Any, check_vma: bool) -> Any:
-        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+    def sums_shardings(self, copies: bool) -> Sums:
+        """Shardings of `Sums`; `copies` as in `start`."""
+        return self.layout.shardings(self._sums_specs(copies))
+
+    def _sums_specs(self, copies: bool) -> Sums:
+        return Sums(
+            decoder=self.layout.sums["decoder"],
+            encoder=self.layout.sums["encoder"] if copies else (),
+            cotangent=P(ROWS),
+            figures=ObjectiveSums(*(P(ROWS) for _ in ObjectiveSums._fields)),
+        )
+
+    def _manual(self, f: Any, in_specs: Any, out_specs: Any) -> Any:
+        return jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _jit_accumulate(self, f: Any, in_specs: Any, sums_specs: Sums) -> Any:
+        """Jitted over data shards, with donated sums; XLA splits the work over `tensor`, where there is any."""
+        axes = set(TRAIN_AXES if self.mesh.shape[TENSOR] == 1 else ROWS)
+
+        def seen(specs: Any) -> Any:
+            return specs if TENSOR in axes else map_specs(lambda spec: without(spec, TENSOR), specs)
+
+        mapped = jax.shard_map(
+            f,
+            mesh=self.mesh,
+            in_specs=seen(in_specs),
+            out_specs=seen(sums_specs),
+            axis_names=axes,
+            check_vma=False,
+        )
+        return jax.jit(mapped, donate_argnums=3, out_shardings=self.layout.shardings(sums_specs))
+
+    def _own_images(self, images: ImageArrays) -> tuple[ImageArrays, tuple[str, ...]]:
+        """A device's images of those of its data shard, and the axes over which all images are then shared out."""
+        if self.mesh.shape[TENSOR] == 1 or images.patches.shape[0] % self.mesh.shape[TENSOR]:
+            return images, ROWS
+        return jax.tree.map(lambda x: _own_part(x, TENSOR), images), (*ROWS, TENSOR)
+
+    def _sum_over_shards(
+        self, grads: Any, figures: ObjectiveSums, encoder_over: tuple[str, ...], denominator: jax.Array
+    ) -> tuple[Any, ObjectiveSums]:
+        """Sums over data shards; gradients are then divided. A small tree that is whole everywhere goes as one vector.
+
+        `encoder_over`: the axes over which the encoder's gradient is spread, were its parameters not split.
+        """
+        if self.layout.splits_params or not small((grads, figures)):
+            sums = {}
+            for part, tree in grads.items():
+                axes = encoder_over if part == "encoder" else ROWS
+                sums[part] = jax.tree.map(
+                    lambda g, spec, axes=axes: lax.psum(g, self.layout.not_split(spec, axes)) / denominator,
+                    tree,
+                    self.layout.params[part],
+                )
+            return sums, lax.psum(figures, ROWS)
+        total = lax.psum(ravel((grads, figures)), ROWS)
+        figures_at = total.size - len(figures)
+        return unravel(total[:figures_at] / denominator, grads), unravel(total[figures_at:], figures)
 
     def _encode_rows(self, params: Any, images: ImageArrays) -> jax.Array:
         vision = self.model.config.vision
@@ -262,14 +353,10 @@ class StepPrograms:
         return jnp.zeros((vocab_size,), jnp.bool_).at[jnp.asarray(self.sampled_ids, jnp.int32)].set(True)
 
 
-def _sum_over_shards(grads: Any, figures: ObjectiveSums, denominator: jax.Array) -> tuple[Any, ObjectiveSums]:
-    """Sums over shards; gradients are then divided. A small tree goes as one vector, in one collective."""
-    if not small((grads, figures)):
-        grads, figures = lax.psum((grads, figures), AXIS)
-        return jax.tree.map(lambda g: g / denominator, grads), figures
-    total = lax.psum(ravel((grads, figures)), AXIS)
-    figures_at = total.size - len(figures)
-    return unravel(total[:figures_at] / denominator, grads), unravel(total[figures_at:], figures)
+def _own_part(x: jax.Array, axis: str) -> jax.Array:
+    """The equal part along the leading axis that belongs to this device of a mesh axis."""
+    parts = lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * (x.shape[0] // parts), x.shape[0] // parts)
 
 
 def _add(total: jax.Array, term: jax.Array) -> jax.Array:

@@ -21,6 +21,7 @@ from knittrans_jax.admission.storage_room import check_storage
 from knittrans_jax.config import Config, ConfigError
 from knittrans_jax.encoding.patches import grid_of
 from knittrans_jax.models.config import ModelConfig, VisionConfig
+from knittrans_jax.models.mesh import MeshError, check_model_divides
 from knittrans_jax.models.run_model import check_files, model_config
 from knittrans_jax.observe.table import size
 from knittrans_jax.observe.tensorboard import check_tensorboard
@@ -80,6 +81,7 @@ def check_run(config: Config) -> RunArithmetic:
     task = load_task(config.task, config.seed)
     model = model_config(config.model, task.vocabulary)
     check_files(config.model)
+    _check_mesh(config, model)
     tokens = _check_lengths(config, task, model.vision)
     patches = _check_images(config, task, model.vision)
     prompts = {split: _prompts(config, task, split) for split in ("train", "heldout")}
@@ -97,6 +99,15 @@ def check_run(config: Config) -> RunArithmetic:
     worst = _worst_case(config, task, tokens, patches)
     _check_encoder_cache(config, task, model, patches)
     return _arithmetic(config, rules, gate, len(train), heldout, tokens, patches, group_bytes, worst)
+
+
+def _check_mesh(config: Config, model: ModelConfig) -> None:
+    """Every parameter divides over the training mesh."""
+    try:
+        check_model_divides(model, {str(axis): count for axis, count in config.train.mesh.items()})
+    except MeshError as error:
+        key, value = _named(config)
+        raise ConfigError(f"train.mesh: {error} ({key} = {value}) (value {config.train.mesh})") from error
 
 
 def _named(config: Config) -> tuple[str, str]:

@@ -7,9 +7,9 @@ It does not report time.
 1. `topology_devices` describes the devices to JAX; 2. `run_programs` gives every program of a run with the shapes, and the
 shardings over those devices, that it is called with; 3. `compile_report` compiles one and reads the compiler's figures.
 
-The training programs run on a mesh with all devices of the topology on the `data` axis, with the micro-batch of the
-configuration on every shard; the sampler runs on one device. Programs that differ by the plan (encoder rows) are compiled at
-the most that a mini-batch can need.
+The training programs run on a mesh over all devices of the topology: `fsdp` and `tensor` as configured, `data` what is left.
+Every data shard has the micro-batch of the configuration. The sampler runs on one device. Programs that differ by the plan
+(encoder rows) are compiled at the most that a mini-batch can need.
 """
 
 from __future__ import annotations
@@ -137,12 +137,28 @@ def _libtpu() -> Path:
 
 def run_programs(config: Config, devices: Sequence[Any]) -> Iterator[Program]:
     """Every program of a run: training over all devices, the sampler on the first."""
-    import numpy as np
-    from jax.sharding import AxisType, Mesh
-
-    mesh = Mesh(np.asarray(devices), ("data",), axis_types=(AxisType.Auto,))
-    yield from train_programs(config, mesh)
+    yield from train_programs(config, topology_mesh(config, devices))
     yield from sampler_programs(config, devices[0])
+
+
+def topology_mesh(config: Config, devices: Sequence[Any]) -> Mesh:
+    """The configuration's mesh over other devices than its own: `data` has what `fsdp` and `tensor` leave.
+
+    Raises:
+        ConfigError: they leave no whole number.
+    """
+    import msgspec
+
+    from knittrans_jax.train.setup import make_mesh
+
+    split = {axis: count for axis, count in config.train.mesh.items() if axis != "data"}
+    data, rest = divmod(len(devices), math.prod(split.values()))
+    if rest or not data:
+        raise ConfigError(
+            f"train.mesh: fsdp and tensor do not divide the topology's {len(devices)} devices (value {config.train.mesh})"
+        )
+    train = msgspec.structs.replace(config.train, mesh={"data": data, **split})
+    return make_mesh(msgspec.structs.replace(config, train=train), devices)
 
 
 def train_programs(config: Config, mesh: Mesh) -> Iterator[Program]:
@@ -154,18 +170,20 @@ def train_programs(config: Config, mesh: Mesh) -> Iterator[Program]:
     from knittrans_jax.models.run_model import run_model
     from knittrans_jax.rollout.tasks.registry import load_task
     from knittrans_jax.train.setup import build_programs
-    from knittrans_jax.train.state import init_state
     from knittrans_jax.transfer.batch import ChunkArrays, ImageArrays
 
     task = load_task(config.task, config.seed)
     programs = build_programs(config, task, mesh)
     structure, params = run_model(config.model, task.vocabulary)
     model = structure.config
-    train, shards = config.train, programs.shards
+    train, shards, devices = config.train, programs.shards, mesh.size
     pixels = jnp.uint8 if train.transfer == "on_demand" else jnp.float32
 
-    def shaped(tree: Any, sharding: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+    def shaped(tree: Any, shardings: Any) -> Any:
+        """`shardings`: a tree like `tree`, or one for all of it."""
+        if isinstance(shardings, jax.sharding.Sharding):
+            shardings = jax.tree.map(lambda _: shardings, tree)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
     def chunk_field(dtype: Any, *inner: int) -> jax.ShapeDtypeStruct:
         shape = (train.chunk_micro_batches, shards * train.micro_batch_rows, *inner, train.row_tokens)
@@ -194,7 +212,7 @@ def train_programs(config: Config, mesh: Mesh) -> Iterator[Program]:
         table_index=chunk_field(jnp.int32),
     )
     frozen = programs.frozen_encoder
-    state = shaped(jax.eval_shape(lambda p: init_state(p, programs.optimizer, frozen), params), programs.replicated)
+    state = shaped(jax.eval_shape(programs.init, params), programs.state_shardings)
     params = state.params
     denominator = jax.ShapeDtypeStruct((), jnp.float32, sharding=programs.replicated)
     rows_per_shard = encoder_rows_per_shard(config, shards)
@@ -206,21 +224,21 @@ def train_programs(config: Config, mesh: Mesh) -> Iterator[Program]:
         table = shaped(jax.eval_shape(lambda: programs.empty_table(cached)), programs.replicated)
         rows = encoded.patches.shape[0] * encoded.patches.shape[1] // model.vision.merge_size**2  # pyright: ignore[reportOptionalMemberAccess]
         insert = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=programs.replicated)
-        yield Program("insert", programs.insert, (table, params, encoded, insert), shards)
+        yield Program("insert", programs.insert, (table, params, encoded, insert), devices)
         encoded = None
     elif encoded is not None:
-        yield Program("encode", programs.encode, (params, encoded), shards)
+        yield Program("encode", programs.encode, (params, encoded), devices)
         table = shaped(jax.eval_shape(programs.encode, params, encoded), programs.replicated)
     table_rows = 0 if table is None or frozen else table.shape[0]
     zeros: Callable[[Any], Any] = lambda p: programs.start(p, table_rows, copied)  # noqa: E731
-    sums = shaped(jax.eval_shape(zeros, params), programs.image_sharding)
-    yield Program("start", programs.start, (params, table_rows, copied), shards)
+    sums = shaped(jax.eval_shape(zeros, params), programs.sums_shardings(copied))
+    yield Program("start", programs.start, (params, table_rows, copied), devices)
     if copied:
         copies = images(rows_per_shard, train.chunk_micro_batches)
-        yield Program("accumulate_copies", programs.accumulate_copies, (params, copies, chunk, sums), shards)
+        yield Program("accumulate_copies", programs.accumulate_copies, (params, copies, chunk, sums), devices)
     else:
-        yield Program("accumulate", programs.accumulate, (params, table, chunk, sums), shards)
-    yield Program("finish", programs.finish, (state, encoded, sums, denominator), shards)
+        yield Program("accumulate", programs.accumulate, (params, table, chunk, sums), devices)
+    yield Program("finish", programs.finish, (state, encoded, sums, denominator), devices)
 
 
 def sampler_programs(config: Config, device: Any) -> Iterator[Program]:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from knittrans_jax.models.attention import cached_attention, packed_attention
 from knittrans_jax.models.cache import KVCache, append
 from knittrans_jax.models.config import TextConfig, decoder_stack_layers, mrope_components
+from knittrans_jax.models.fsdp import Fsdp
 from knittrans_jax.models.layers import RMSNorm, constrain, linear, normal, rotate
 from knittrans_jax.models.stack import Stack
 
@@ -88,7 +89,7 @@ class Decoder(nnx.Module):
     statistics, rotary angles, softmax and logits are float32. `deepstack` is the number of image feature levels that are
     added after the first layers: those are one stack, the others another. `remat` keeps only each layer's input for the
     backward pass; `hidden_spec` is how hidden states [B, T, D] are laid out between layers, by mesh axis (None: as XLA
-    likes).
+    likes). With `fsdp` the parameters are this device's parts.
     """
 
     def __init__(
@@ -100,9 +101,11 @@ class Decoder(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         remat: bool = False,
         hidden_spec: PartitionSpec | None = None,
+        fsdp: Fsdp | None = None,
         rngs: nnx.Rngs,
     ):
         self.config = config
+        self.fsdp = fsdp
         self.deepstack = deepstack
         self.dtype = dtype
         self.hidden_spec = hidden_spec
@@ -117,7 +120,12 @@ class Decoder(nnx.Module):
             return DecoderLayer(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
         counts = decoder_stack_layers(config.layers, deepstack)
-        self.stacks = nnx.List([Stack(layer, count, remat=remat, rngs=rngs) for count in counts])
+        self.stacks = nnx.List(
+            [
+                Stack(layer, count, remat=remat, rngs=rngs, name=f"decoder.stacks.{number}", fsdp=fsdp)
+                for number, count in enumerate(counts)
+            ]
+        )
         self.norm = RMSNorm(config.d_model, eps=config.norm_eps, dtype=dtype, param_dtype=param_dtype)
         if not config.tie_embeddings:
             self.head = nnx.Param(normal(0.02)(rngs.params(), (config.vocab_size, config.d_model), param_dtype))
@@ -194,9 +202,12 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] -> float32 [..., vocab_size]."""
-        table = self.embedding if self.config.tie_embeddings else self.head
+        name = "embedding" if self.config.tie_embeddings else "head"
+        table_VxD = getattr(self, name)[...]
+        if self.fsdp is not None:
+            table_VxD = self.fsdp.whole(table_VxD, f"decoder.{name}")
         return jnp.einsum(
-            "...d,vd->...v", hidden, table[...].astype(self.dtype), preferred_element_type=jnp.float32
+            "...d,vd->...v", hidden, table_VxD.astype(self.dtype), preferred_element_type=jnp.float32
         ).astype(jnp.float32)
 
     def _embed(
@@ -204,7 +215,8 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, jax.Array | None]:
         """Input states, and the deepstack features [deepstack, B, T, D] with zeros away from the image tokens, if any."""
         # Gather, then cast: the transpose then adds the rows' cotangents in the parameters' dtype.
-        x = self.embedding[...][tokens].astype(self.dtype)
+        table_VxD = self.embedding[...]
+        x = (table_VxD[tokens] if self.fsdp is None else self.fsdp.lookup(table_VxD, tokens)).astype(self.dtype)
         if (visual is None) != (visual_mask is None):
             raise ValueError("visual features and visual mask are given together or not at all; got only one of them")
         if visual is None or visual_mask is None:

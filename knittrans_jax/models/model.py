@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from knittrans_jax.models.config import ModelConfig
 from knittrans_jax.models.decoder import Decoder
+from knittrans_jax.models.fsdp import Fsdp
 from knittrans_jax.models.vision import VisionEncoder
 
 Params = dict[str, Any]
@@ -37,13 +38,15 @@ class Compute:
     """How a model computes, apart from what it is.
 
     `dtype` is the compute type and `param_dtype` that of the parameters. `remat` recomputes each layer in the backward pass
-    from its input. `hidden_spec` lays out the decoder's hidden states [B, T, D] over mesh axes (`sharding.hidden_spec`).
+    from its input. `hidden_spec` lays out the decoder's hidden states [B, T, D] over mesh axes (`sharding.hidden_spec`), where
+    XLA partitions the program. `fsdp` says how parameters are split, inside a `shard_map` over their axis.
     """
 
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
     remat: bool = False
     hidden_spec: PartitionSpec | None = None
+    fsdp: Fsdp | None = None
 
 
 def build_model(
@@ -64,12 +67,13 @@ def abstract_model(
     *,
     remat: bool = False,
     hidden_spec: PartitionSpec | None = None,
+    fsdp: Fsdp | None = None,
 ) -> tuple[Model, Params]:
     """Structure, and parameters as `jax.ShapeDtypeStruct`: for sizes, shardings and compilation without memory.
 
-    Arguments as in `Compute`.
+    Arguments as in `Compute`. The shapes are those of the whole model.
     """
-    compute = Compute(dtype, param_dtype, remat, hidden_spec)
+    compute = Compute(dtype, param_dtype, remat, hidden_spec, fsdp)
     return _structure(config, compute), jax.eval_shape(_initialiser(config, compute), jax.random.key(0))
 
 
@@ -116,17 +120,22 @@ def encoder_module(encoder: nnx.GraphDef[VisionEncoder], params: Params) -> Visi
 
 def _modules(config: ModelConfig, compute: Compute, key: jax.Array) -> tuple[Decoder, VisionEncoder | None]:
     decoder_key, encoder_key = jax.random.split(key)
-    dtypes: dict[str, Any] = {"dtype": compute.dtype, "param_dtype": compute.param_dtype, "remat": compute.remat}
+    options: dict[str, Any] = {
+        "dtype": compute.dtype,
+        "param_dtype": compute.param_dtype,
+        "remat": compute.remat,
+        "fsdp": compute.fsdp,
+    }
     decoder = Decoder(
         config.text,
         deepstack=config.deepstack,
         hidden_spec=compute.hidden_spec,
         rngs=nnx.Rngs(decoder_key),
-        **dtypes,
+        **options,
     )
     if config.vision is None:
         return decoder, None
-    return decoder, VisionEncoder(config.vision, config.text.d_model, rngs=nnx.Rngs(encoder_key), **dtypes)
+    return decoder, VisionEncoder(config.vision, config.text.d_model, rngs=nnx.Rngs(encoder_key), **options)
 
 
 def _initialiser(config: ModelConfig, compute: Compute) -> Any:

@@ -82,13 +82,20 @@ def check_files(section: ModelSection) -> None:
         raise ConfigError(f"model.path: {error}") from error
 
 
-def run_model(section: ModelSection, vocabulary: Ids) -> tuple[Model, Params]:
-    """The model's structure, and the shapes of its parameters, which are float32."""
+def run_model(section: ModelSection, vocabulary: Ids, fsdp_axis: str | None = None) -> tuple[Model, Params]:
+    """The model's structure, and the shapes of its whole parameters, which are float32.
+
+    `fsdp_axis`: the manual mesh axis over which the parameters are split where the model is applied; None: they are whole.
+    """
     import jax.numpy as jnp
 
+    from knittrans_jax.models.fsdp import Fsdp
     from knittrans_jax.models.model import abstract_model
+    from knittrans_jax.models.sharding import shard_rules
 
-    return abstract_model(model_config(section, vocabulary), jnp.dtype(section.dtype), remat=section.remat)
+    config, dtype = model_config(section, vocabulary), jnp.dtype(section.dtype)
+    fsdp = None if fsdp_axis is None else Fsdp(fsdp_axis, shard_rules(config), dtype)
+    return abstract_model(config, dtype, remat=section.remat, fsdp=fsdp)
 
 
 def initial_params(section: ModelSection, vocabulary: Ids, seed: int, shardings: Any) -> Params:

@@ -1,14 +1,8 @@
 """Which mesh axes each parameter is split over: an ordered list of patterns, of which the first that matches decides.
 
-Mesh axes, any of which a mesh may lack or have in size 1:
-
-* `data`: rows of a batch; parameters are replicated over it;
-* `fsdp`: rows of a batch too; parameters are split over it and gathered layer by layer where they are used;
-* `tensor`: heads, MLP features and the vocabulary of the decoder;
-* `sequence`: tokens of a row; keys and values are gathered for attention, everything else is local.
-
-The encoder is data-parallel over all devices: its parameters are split over `fsdp` for storage only. Every parameter must
-match a rule and divide evenly; otherwise an error names it.
+The mesh axes are those of `knittrans_jax.models.mesh`; a mesh may lack any, or have it in size 1. Over `sequence` keys and
+values are gathered for attention, everything else is local. The encoder is data-parallel over all devices: its parameters are
+split over `fsdp` for storage only. Every parameter must match a rule and divide evenly; otherwise an error names it.
 """
 
 from __future__ import annotations
@@ -22,10 +16,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from knittrans_jax.models.config import ModelConfig
-
-AXES = ("data", "fsdp", "tensor", "sequence")
-ROWS = ("data", "fsdp")
-"""Mesh axes over which the rows of a batch are split."""
+from knittrans_jax.models.mesh import AXES, ROWS
 
 Rule = tuple[str, tuple[str | tuple[str, ...] | None, ...]]
 """A regular expression for the whole dotted name, and for each array axis the mesh axes that split it (None: not split)."""
@@ -93,13 +84,7 @@ def hidden_spec(mesh: Mesh) -> PartitionSpec:
 
 
 def _spec(name: str, shape: tuple[int, ...], rules: Sequence[Rule], sizes: Mapping[str, int]) -> PartitionSpec:
-    matching = next(((pattern, axes) for pattern, axes in rules if re.fullmatch(pattern, name)), None)
-    if matching is None:
-        raise ShardingError(
-            f"no sharding rule matches parameter {name} {list(shape)}: put a (pattern, mesh axes) pair for it before "
-            "the model's shard_rules"
-        )
-    pattern, axes = matching
+    pattern, axes = _rule(name, rules, f" {list(shape)}")
     if len(axes) > len(shape):
         raise ShardingError(f"parameter {name} {list(shape)}: its rule {pattern!r} has {len(axes)} entries: {axes}")
     entries = []
@@ -118,6 +103,26 @@ def _spec(name: str, shape: tuple[int, ...], rules: Sequence[Rule], sizes: Mappi
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
+
+
+def split_axis(name: str, axis: str, rules: Sequence[Rule]) -> int | None:
+    """The array axis of the parameter `name` that its rule splits over the mesh axis; None where it splits none.
+
+    Raises:
+        ShardingError: no rule matches.
+    """
+    _, axes = _rule(name, rules)
+    return next((at for at, names in enumerate(axes) if names == axis or (names and axis in names)), None)
+
+
+def _rule(name: str, rules: Sequence[Rule], shape: str = "") -> Rule:
+    matching = next(((pattern, axes) for pattern, axes in rules if re.fullmatch(pattern, name)), None)
+    if matching is None:
+        raise ShardingError(
+            f"no sharding rule matches parameter {name}{shape}: put a (pattern, mesh axes) pair for it before "
+            "the model's shard_rules"
+        )
+    return matching
 
 
 def _present(names: Sequence[str], sizes: Mapping[str, int]) -> str | tuple[str, ...] | None:

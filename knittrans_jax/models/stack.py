@@ -15,6 +15,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from knittrans_jax.models.fsdp import Fsdp
+
 UNROLLED_LAYERS = 2
 """Stacks of at most this many layers are unrolled."""
 
@@ -24,10 +26,24 @@ LayerT = TypeVar("LayerT", bound=nnx.Module)
 class Stack(nnx.Module, Generic[LayerT]):
     """`count` layers; `self.layers` is one of them whose every parameter has a leading axis [count]."""
 
-    def __init__(self, make: Callable[[nnx.Rngs], LayerT], count: int, *, remat: bool, rngs: nnx.Rngs):
-        """`make` builds one layer; it is called once for every layer, in order (under a trace: once for all)."""
+    def __init__(
+        self,
+        make: Callable[[nnx.Rngs], LayerT],
+        count: int,
+        *,
+        remat: bool,
+        rngs: nnx.Rngs,
+        name: str = "",
+        fsdp: Fsdp | None = None,
+    ):
+        """`make` builds one layer; it is called once for every layer, in order (under a trace: once for all).
+
+        `fsdp` makes each layer's parameters whole where it is applied; `name` is the stack's own among the model's parameters.
+        """
         self.count = count
         self.remat = remat
+        self.name = f"{name}.layers"
+        self.fsdp = fsdp
         self.layers = _stacked(make, count, rngs)
 
     def run(self, step: Callable[[LayerT, Any, Any], Any], carry: Any, xs: Any = None) -> Any:
@@ -39,10 +55,13 @@ class Stack(nnx.Module, Generic[LayerT]):
           xs: a pytree of arrays with a leading axis [count]; `x` is the layer's own entry. An unrolled stack's numpy
             entries stay numpy: a layer's number stays a constant.
         """
-        graphdef, params = nnx.split(self.layers)
+        graphdef, state = nnx.split(self.layers)
+        params = nnx.to_pure_dict(state)
 
         def body(carry: Any, inputs: tuple[Any, Any]) -> tuple[Any, None]:
             layer_params, x = inputs
+            if self.fsdp is not None:
+                layer_params = self.fsdp.whole(layer_params, self.name, leading=1)
             return step(nnx.merge(graphdef, layer_params), carry, x), None
 
         if self.count <= UNROLLED_LAYERS:

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from knittrans_jax.models.attention import packed_attention
 from knittrans_jax.models.config import VisionConfig
+from knittrans_jax.models.fsdp import Fsdp, whole_module
 from knittrans_jax.models.layers import LayerNorm, linear, normal, rotate
 from knittrans_jax.models.stack import Stack
 
@@ -90,7 +91,7 @@ class VisionEncoder(nnx.Module):
     """Patches to image tokens: a ViT with a resampled position table, 2-D axial RoPE, a merger and deepstack mergers.
 
     Its layers are stacks that end where a deepstack level is taken. `remat` keeps only each layer's input for the backward
-    pass.
+    pass. With `fsdp` the parameters are this device's parts.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class VisionEncoder(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
         remat: bool = False,
+        fsdp: Fsdp | None = None,
         rngs: nnx.Rngs,
     ):
         def merger(norm_after: bool) -> PatchMerger:
@@ -110,6 +112,7 @@ class VisionEncoder(nnx.Module):
 
         self.config = config
         self.dtype = dtype
+        self.fsdp = fsdp
         self.patch_embed = linear(
             config.patch_features, config.d_model, use_bias=True, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
@@ -122,7 +125,12 @@ class VisionEncoder(nnx.Module):
         def layer(rngs: nnx.Rngs) -> VisionLayer:
             return VisionLayer(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
-        self.stacks = nnx.List([Stack(layer, count, remat=remat, rngs=rngs) for count in config.stack_layers])
+        self.stacks = nnx.List(
+            [
+                Stack(layer, count, remat=remat, rngs=rngs, name=f"encoder.stacks.{number}", fsdp=fsdp)
+                for number, count in enumerate(config.stack_layers)
+            ]
+        )
         self.merger = merger(norm_after=False)
         self.deepstack_mergers = nnx.List([merger(norm_after=True) for _ in config.deepstack_layers])
 
@@ -149,14 +157,17 @@ class VisionEncoder(nnx.Module):
                 f"{self.config.patch_features}]"
             )
         positions = self._positions(coords_RxPx2, grids_RxPx2)
-        x = self.patch_embed(patches_RxPxF.astype(self.dtype)) + positions.astype(self.dtype)
+        patch_embed = whole_module(self.patch_embed, self.fsdp, "encoder.patch_embed")
+        x = patch_embed(patches_RxPxF.astype(self.dtype)) + positions.astype(self.dtype)
         angles = self._angles(coords_RxPx2)
         levels: list[jax.Array] = []
         for number, stack in enumerate(self.stacks):
             x = stack.run(lambda layer, x, _: layer(x, angles, segment_ids_RxP), x)
             if number < len(self.deepstack_mergers):
-                levels.append(self.deepstack_mergers[number](x))
-        table = jnp.concatenate([self.merger(x), *levels], axis=-1).astype(jnp.float32)
+                name = f"encoder.deepstack_mergers.{number}"
+                levels.append(whole_module(self.deepstack_mergers[number], self.fsdp, name)(x))
+        merger = whole_module(self.merger, self.fsdp, "encoder.merger")
+        table = jnp.concatenate([merger(x), *levels], axis=-1).astype(jnp.float32)
         return jnp.where(segment_ids_RxP[:, ::merged, None] > 0, table, 0.0)
 
     def _positions(self, coords_RxPx2: jax.Array, grids_RxPx2: jax.Array) -> jax.Array:
@@ -169,6 +180,8 @@ class VisionEncoder(nnx.Module):
         high = jnp.minimum(low + 1, side - 1)
         fraction = (scaled - low * spans).astype(jnp.float32) / spans.astype(jnp.float32)
         table = self.position_table[...]
+        if self.fsdp is not None:
+            table = self.fsdp.whole(table, "encoder.position_table", dtype=table.dtype)
         total = jnp.zeros((*coords_RxPx2.shape[:2], table.shape[1]), jnp.float32)
         for row, row_weight in ((low[..., 0], 1 - fraction[..., 0]), (high[..., 0], fraction[..., 0])):
             for column, column_weight in ((low[..., 1], 1 - fraction[..., 1]), (high[..., 1], fraction[..., 1])):

@@ -9,14 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 if importlib.util.find_spec("libtpu") is None:
     pytest.skip("needs the extra `tpu`; `make test-tpu-compile` (part of .ci/run) has it", allow_module_level=True)
 
 from knittrans_jax.config import load_config
-from knittrans_jax.launch.topology import ProgramReport, compile_report, run_programs, topology_devices, train_programs
+from knittrans_jax.launch.topology import (
+    ProgramReport,
+    compile_report,
+    run_programs,
+    topology_devices,
+    topology_mesh,
+    train_programs,
+)
 
 DEMO = Path(__file__).parents[2] / "configs" / "grid_lookup.yaml"
 TOPOLOGY = "v5e:2x4"
@@ -62,9 +68,7 @@ def test_the_table_is_gathered_once_and_gradients_and_cotangents_are_summed_once
 
 def test_the_naive_mode_compiles_too(reports: dict[str, ProgramReport]) -> None:
     config = load_config(DEMO, ["train.encoder_mode=per_micro_batch"])
-    mesh = jax.sharding.Mesh(
-        np.asarray(topology_devices(TOPOLOGY)), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
+    mesh = topology_mesh(config, topology_devices(TOPOLOGY))
     with jax.numpy_dtype_promotion("standard"):
         programs = {program.name: program for program in train_programs(config, mesh)}
     naive = compile_report(programs["accumulate_copies"])

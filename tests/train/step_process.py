@@ -9,6 +9,7 @@ The model has few layers, and cases share shapes, because nearly all of the time
 
 import functools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -20,15 +21,16 @@ import msgspec
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from knittrans_jax.config import Config, ObjectiveConfig, parse_config
 from knittrans_jax.launch.messages import ChunkHeld, Go, NextPlan, PlanReply, Reply, Request, UpdateDone
-from knittrans_jax.models import ModelConfig, build_model, preset
+from knittrans_jax.models import ModelConfig, abstract_model, build_model, preset
+from knittrans_jax.models.fsdp import Fsdp
+from knittrans_jax.models.sharding import shard_rules
 from knittrans_jax.train.advantages import group_advantages
+from knittrans_jax.train.layout import TRAIN_AXES
 from knittrans_jax.train.process import RELAY_UNIT, Trainer
 from knittrans_jax.train.setup import TrainSetup
-from knittrans_jax.train.state import init_state
 from knittrans_jax.train.step import StepPrograms
 from knittrans_jax.trajectory import GroupMeta, MediaMeta, MiniBatchPlan, Trajectory, TrajectoryMeta, media_digest
 from knittrans_jax.transfer import tickets
@@ -53,6 +55,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     transfer: str = "on_demand"
     encoder_mode: str = "per_mini_batch"
     process: int | None = None
+    mesh: dict[str, int] = {}
+    """Sizes of mesh axes besides `data`, which has what is left."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,9 +234,11 @@ class Recorder:
 def initial_state(programs: StepPrograms) -> Any:
     """A function: every update takes the state that it is given for its own."""
     _, params = seed_model()
-    init = functools.partial(init_state, optimizer=programs.optimizer, frozen_encoder=programs.frozen_encoder)
-    jitted = jax.jit(init, out_shardings=programs.replicated)
-    return lambda: jitted(params)
+
+    def place(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+    return lambda: programs.init(jax.tree.map(place, params, programs.param_shardings))
 
 
 def run_case(
@@ -272,7 +278,7 @@ def run_case(
     for chunk in loader:
         trainer.take(chunk)
         if chunk.last:
-            leaves, _ = jax.tree.flatten_with_path(trainer.state.opt_state)
+            leaves, _ = jax.tree.flatten_with_path(gather(programs, trainer.state.opt_state))
             gradients.append({jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})
     loader.close()
     if relay is not None:
@@ -283,6 +289,11 @@ def run_case(
 def own_rows(plan: MiniBatchPlan, process: int) -> list[int]:
     """Indices of the placements on a process's two shards."""
     return [i for i, p in enumerate(plan.placements) if p.shard // DEVICES == process]
+
+
+def gather(programs: StepPrograms, tree: Any) -> Any:
+    """The tree with every array whole on every process."""
+    return jax.jit(lambda x: x, out_shardings=programs.replicated)(tree)
 
 
 def main() -> None:
@@ -297,22 +308,26 @@ def main() -> None:
             "batch": {"groups": 2, "mini_batches": 2, "trajectories_per_group": 2},
         }
     )
-    model, _ = seed_model()
 
     @functools.cache
-    def programs(shards: int, frozen: bool) -> StepPrograms:
-        devices = jax.local_devices()[:shards] if shards <= DEVICES else jax.devices()
-        mesh = Mesh(np.asarray(devices), ("data",), axis_types=(AxisType.Auto,))
+    def programs(sizes: tuple[int, int, int], frozen: bool) -> StepPrograms:
+        count = math.prod(sizes)
+        devices = jax.local_devices()[:count] if count <= DEVICES else jax.devices()
+        mesh = Mesh(np.asarray(devices).reshape(sizes), TRAIN_AXES, axis_types=(AxisType.Auto,) * len(TRAIN_AXES))
+        fsdp = Fsdp("fsdp", shard_rules(model_config()), jnp.float32) if mesh.shape["fsdp"] > 1 else None
+        model, _ = abstract_model(model_config(), fsdp=fsdp)
         objective = ObjectiveConfig(entropy_bonus=0.01)
         return StepPrograms(model, objective, keep_gradient(), mesh, SAMPLED_IDS, 0.9, frozen_encoder=frozen)
 
-    assert rows_to_feed(NamedSharding(programs(PROCESSES * DEVICES, False).mesh, P("data")), (4,), 0) == [
+    assert rows_to_feed(programs((PROCESSES * DEVICES, 1, 1), False).image_sharding, (4,), 0) == [
         2 * process,
         2 * process + 1,
     ]
     for case in sorted(setup.cases, key=lambda case: case.process is None):
         if case.process in (None, process):
-            of_case = programs(case.plans[0].shards, case.encoder_mode == "frozen")
+            fsdp, tensor = case.mesh.get("fsdp", 1), case.mesh.get("tensor", 1)
+            sizes = (case.plans[0].shards // fsdp, fsdp, tensor)
+            of_case = programs(sizes, case.encoder_mode == "frozen")
             began_s = time.monotonic()
             gradients, reports = run_case(folder, setup, case, process, of_case, config)
             print(f"{case.name}: {time.monotonic() - began_s:.1f} s", file=sys.stderr, flush=True)

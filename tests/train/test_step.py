@@ -87,6 +87,7 @@ def layouts(metas: Any, longest: int) -> dict[str, list[MiniBatchPlan]]:
         "in two": plans(1, 1, WHOLE // 2, longest, 1),
         "in eight": plans(1, 1, WHOLE // 8, longest, 2),
         "two shards": plans(1, 2, 2, 2 * longest, 1),
+        "half sharded": plans(1, 2, 1, 2 * longest, 2),
         "sharded": plans(1, 4, 1, 2 * longest, 2),
         "sharded twice": plans(2, 4, 1, 2 * longest, 2),
     }
@@ -124,6 +125,8 @@ def cases() -> tuple[list[Case], list[GroupPayload], int]:
         Case(name="auto, gather", plans=sharded, encoder_mode="auto", transfer="gather"),
         Case(name="frozen", plans=twice, encoder_mode="frozen"),
         Case(name="images, then text", plans=text),
+        Case(name="fsdp", plans=sharded, mesh={"fsdp": 2}),
+        Case(name="tensor", plans=pictured["half sharded"], mesh={"tensor": 2}),
     ]
     rows = sum(t.size_bytes for group in trajectories for t in group)
     return found, payloads, rows + sum(image.nbytes for image in media.values())
