@@ -14,7 +14,9 @@ SHAPES = {name: abstract_model(preset(name))[1] for name in ("tiny", "tiny-text"
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(sorted(SHAPES)), st.sampled_from([1, 2, 3, 4, 6, 7, 8, 16, 24]), st.sampled_from([1, 2, 3, 4, 8]))
+@given(
+    st.sampled_from(sorted(SHAPES)), st.sampled_from([1, 2, 3, 4, 6, 7, 8, 16, 24]), st.sampled_from([1, 2, 3, 4, 8])
+)
 def test_what_is_let_through_can_be_laid_out_and_what_cannot_be_is_refused(name: str, fsdp: int, tensor: int) -> None:
     config, sizes = preset(name), {"data": 5, "fsdp": fsdp, "tensor": tensor}
     try:
