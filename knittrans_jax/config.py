@@ -177,6 +177,9 @@ class TrainConfig(Section, frozen=True):
     encoder_row_patches: PositiveInt = 64
     prefetch_chunks: PositiveInt = 2
     publish: Literal["update", "train_batch"] = "update"
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When a loss or gradient is not finite: end the run and keep the mini-batch, or leave the update out and count it. It is a
+    version all the same."""
     optimizer: OptimizerConfig = OptimizerConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     coordinator: str = "127.0.0.1:0"

@@ -28,12 +28,15 @@ from knittrans_jax.launch import messages as msg
 from knittrans_jax.observe.compilations import CompilationCounter
 from knittrans_jax.rollout.tasks.registry import load_task
 from knittrans_jax.train.advantages import group_advantages
+from knittrans_jax.train.bad_numbers import BadNumbersError, bad_figures, folder_of, save_mini_batch
 from knittrans_jax.train.setup import TrainSetup, join_process_group, make_mesh, set_up_training
 from knittrans_jax.train.state import TrainState
 from knittrans_jax.train.step import Sums
 from knittrans_jax.train.together import Together, mesh_barrier
+from knittrans_jax.trajectory import MiniBatchPlan
 from knittrans_jax.transfer.control import ControlClient, ControlError
 from knittrans_jax.transfer.loader import Chunk, ChunkLoader, LoaderError, LoaderOptions, split_wait
+from knittrans_jax.transfer.pull import Payload, UnitClients
 from knittrans_jax.transfer.relay import RelayServer
 from knittrans_jax.transfer.weights import WeightsError, WeightWriter
 
@@ -41,6 +44,8 @@ RELAY_UNIT = "train0"
 """The relay's name on the bulk channel: that of its process."""
 LEAVE_S = 1.0
 """A process told to end may be inside a compilation, or a collective whose other side is gone: it leaves after this long."""
+KEEP_S = 120.0
+"""Longest that a training process waits for process 0 to keep a mini-batch with bad numbers."""
 
 
 def run_train(config: Config, run_dir: Path, index: int) -> None:
@@ -48,6 +53,7 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
 
     Raises:
         LoaderError, ControlError, WeightsError: what could not be brought, said or written, and why.
+        BadNumbersError: a loss or gradient is not finite, and `train.on_nonfinite` is `stop`.
     """
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -109,6 +115,9 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
         except (LoaderError, ControlError, WeightsError):
             if not stop.is_set():
                 raise  # else: told to end, and the wait that this broke off is no failure
+        except BadNumbersError as bad:
+            _keep_mini_batch(config, setup, run_dir, index, incarnation, control, trainer, bad)
+            raise
         finally:
             loader.close()
 
@@ -160,6 +169,49 @@ def _loader_options(
         prefetch_chunks=config.train.prefetch_chunks,
         pull_timeout_s=pull_timeout_s,
         pull_retries=control.pull_retries,
+    )
+
+
+def _keep_mini_batch(
+    config: Config,
+    setup: TrainSetup,
+    run_dir: Path,
+    index: int,
+    incarnation: int,
+    control: ControlClient,
+    trainer: Trainer,
+    bad: BadNumbersError,
+) -> None:
+    """Keeps the mini-batch of an update with bad numbers, and the parameters before it; every process calls it.
+
+    Nobody leaves before all is kept: the first process to end takes the run down, storage units with it.
+    """
+    folder = folder_of(run_dir, bad.plan.update)
+
+    def pull(plan: MiniBatchPlan) -> Payload:
+        ask = msg.NextPlan(process=index, incarnation=incarnation, after_plan=plan.plan_id - 1)
+        reply = control.call(ask)
+        if not isinstance(reply, msg.PlanReply) or reply.plan is None or reply.plan.plan_id != plan.plan_id:
+            raise ControlError(f"the scheduler no longer knows plan {plan.plan_id}: the run was told to end")
+        clients = UnitClients(
+            f"train{index}", config.control.pull_timeout_s, config.control.pull_retries, lambda: False
+        )
+        with contextlib.closing(clients):
+            clients.renew(reply.units, reply.tickets)
+            return clients.pull(plan, range(len(plan.placements)), range(len(plan.images)), setup.pack_spec)
+
+    try:
+        writer = WeightWriter(folder / "weights", index, config.train.processes, lambda version: None)
+        writer.write(bad.plan.update, trainer.state.params)
+        writer.close()
+        if index == 0:
+            save_mini_batch(folder, bad, pull)
+    except Exception as error:
+        bad.add_note(f"its mini-batch could not be kept in {folder}: {type(error).__name__}: {error}")
+        raise bad from error
+    mesh_barrier(setup.programs.mesh, KEEP_S)()
+    bad.add_note(
+        f"its mini-batch and the parameters before it are kept in {folder}; train.on_nonfinite: skip leaves such updates out"
     )
 
 
@@ -245,6 +297,8 @@ class Trainer:
         self.state, figures = self._finish(self.state, self._images, self._sums, np.float32(plan.sampled_tokens))
         self._table = self._images = self._sums = None
         metrics = {name: float(value) for name, value in jax.device_get(figures).items()}
+        if self.config.train.on_nonfinite == "stop" and bad_figures(metrics):
+            raise BadNumbersError(plan, metrics)  # the update was left out, so the parameters are those before it
         self.version = plan.update + 1
         pace_s = self.config.pace.update_s - (time.monotonic() - self._began_s)
         if pace_s > 0:

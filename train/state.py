@@ -25,10 +25,11 @@ class TrainState:
 
 def make_optimizer(
     config: OptimizerConfig, total_updates: int, split_params: bool = False
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Clip by global norm, then AdamW with warm-up and cosine decay. Weight decay spares vectors (norms and biases).
 
-    A gradient that is not finite changes nothing, neither parameters nor state: the update is skipped.
+    A gradient that is not finite, or a `loss` (given to `update` by name) that is not, changes nothing, neither parameters nor
+    state: the update is skipped.
 
     The state is optax's `ScaleByAdamState`. For a small model (`knittrans_jax.train.ravel.small`) its moments are one vector
     each, in the order of `ravel(params)`. Else, and where the mesh splits parameters (`split_params`), they are trees like the
@@ -46,11 +47,11 @@ def make_optimizer(
     def init(params: Any) -> Any:
         return adam.init(ravel(params) if small(params) and not split_params else params)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, *, loss: Any = 0.0, **_: Any) -> tuple[Any, Any]:
         one_vector = small(updates) and not split_params
         gradient = ravel(updates) if one_vector else updates
         norm = optax.tree.norm(gradient)
-        finite = jnp.isfinite(norm)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         rate = schedule(state.count)
 
         def step() -> tuple[Any, Any]:
@@ -74,7 +75,7 @@ def make_optimizer(
             )
         return steps, new
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def trained_params(params: dict[str, Any], frozen_encoder: bool) -> dict[str, Any]:

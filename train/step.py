@@ -230,7 +230,8 @@ class StepPrograms:
             out_specs = (trained_params(self.layout.params, self.frozen_encoder), P())
             grads, figures = self._manual(gradients, in_specs, out_specs)(state.params, images, sums, denominator)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, trained)
+            optimizer = optax.with_extra_args_support(self.optimizer)
+            updates, opt_state = optimizer.update(grads, state.opt_state, trained, loss=figures.loss)
             params = state.params | cast(dict[str, Any], optax.apply_updates(trained, updates))
             new = TrainState(update=state.update + 1, params=params, opt_state=opt_state)
             one_vector = small(grads) and not self.layout.splits_params
@@ -374,5 +375,5 @@ def _report(figures: ObjectiveSums, denominator: jax.Array, grad_norm: jax.Array
         "fresh_tokens": figures.fresh,
         "sampled_tokens": figures.tokens,
         "grad_norm": grad_norm,
-        "update_skipped": 1.0 - jnp.isfinite(grad_norm).astype(jnp.float32),
+        "update_skipped": 1.0 - (jnp.isfinite(grad_norm) & jnp.isfinite(figures.loss)).astype(jnp.float32),
     }

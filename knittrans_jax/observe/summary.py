@@ -104,6 +104,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     encoder: Encoder
     tools: Tools | None
     """Null when no episode called a tool."""
+    updates_skipped: int
+    """Updates left out because a loss or gradient was not finite (`train.on_nonfinite: skip`); they count as versions."""
     logprob_mismatch: float | None
     """Mean absolute difference of trainer's and sampler's log-prob, over tokens sampled by the version that trained on them."""
     tokens_per_s: float | None
@@ -173,6 +175,7 @@ def summary_of(record: RunRecord, ended: str | None = None) -> Summary:
             patches_naive=figures.patches_naive,
         ),
         tools=_tools(figures.counters),
+        updates_skipped=sum(one.get("update_skipped", 0.0) > 0 for one in figures.metrics),
         logprob_mismatch=token_mean(figures.metrics, "logprob_mismatch", "fresh_tokens"),
         tokens_per_s=record.tokens / trained_s if trained_s > 0 else None,
         sampled_tokens_per_s=figures.sampled_tokens / trained_s if trained_s > 0 else None,

@@ -156,6 +156,10 @@ def summary_panel(summary: Summary, directory: str) -> RenderableType:
             f"{encoder.images_unique:,} unique of {encoder.images_referenced:,} shown "
             f"({encoder.patches_naive / max(1, encoder.patches_encoded):.1f} times fewer patches encoded)",
         )
+    if summary.updates_skipped:
+        grid.add_row(
+            "[yellow]warning[/yellow]", f"{summary.updates_skipped} updates left out: loss or gradient not finite"
+        )
     if summary.logprob_mismatch is not None:
         grid.add_row("log-prob mismatch", f"{summary.logprob_mismatch:.2e} (mean, same version)")
     after = summary.compilations_after_warmup

@@ -1,5 +1,6 @@
 """`knittrans run` with all its real processes, small: it adds up, and an interrupted or failed run leaves nothing."""
 
+import functools
 import json
 import os
 import signal
@@ -8,7 +9,19 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from knittrans_jax.admission.events import Admitted
+from knittrans_jax.admission.log import read_log
+from knittrans_jax.config import load_config
+from knittrans_jax.rollout.tasks.registry import load_task
+from knittrans_jax.train.advantages import group_advantages
+from knittrans_jax.train.bad_numbers import load_mini_batch
+from knittrans_jax.train.setup import pack_spec
+from knittrans_jax.trajectory import media_digest
+from knittrans_jax.transfer.pack import pack_chunk
+from knittrans_jax.transfer.weights import WeightReader
 
 from .test_supervise import children_of, gone
 
@@ -156,3 +169,40 @@ def test_a_users_own_text_task_runs_in_lock_step_without_architectural_staleness
         summary["bytes"]["payload_pulled"] == summary["bytes"]["payload_relayed"] == summary["bytes"]["payload_unique"]
     )
     assert summary["logprob_mismatch"] < 1e-4
+
+
+@pytest.mark.slow
+def test_bad_numbers_end_the_run_and_their_mini_batch_can_be_loaded_and_packed(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(CONFIG)
+    settings = (
+        "train.processes=1",
+        "train.mesh.data=1",
+        "train.objective.entropy_bonus=1.0e+39",
+        "eval.every_updates=6",
+    )
+    run = subprocess.run(
+        [sys.executable, "-m", "knittrans_jax.cli", "run", "small.yaml", *settings],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "BadNumbersError: update 1 (plan 0, from version 0): loss is -inf and grad_norm is nan" in run.stderr
+    assert "kept in runs/small/nonfinite/update-0;" in run.stderr
+    folder = tmp_path / "runs" / "small"
+    kept = load_mini_batch(folder / "nonfinite" / "update-0")
+    assert next(e.plan for e in read_log(folder / "events.log").events if isinstance(e, Admitted)) == kept.plan
+    assert kept.figures["loss"] is kept.figures["grad_norm"] is None
+    assert {media_digest(image) for image in kept.payload.media.values()} == {one.digest for one in kept.plan.images}
+    config = load_config(tmp_path / "small.yaml")
+    spec = pack_spec(config, load_task(config.task, config.seed))
+    advantages = functools.partial(group_advantages, normalise=True)
+    trajectories, rows = kept.payload.trajectories, range(kept.plan.shards * kept.plan.rows_per_micro_batch)
+    packed = [pack_chunk(kept.plan, chunk, rows, trajectories, advantages, spec) for chunk in range(kept.plan.chunks)]
+    assert sum(int(chunk.sampled.sum()) for chunk in packed) == kept.plan.sampled_tokens > 0
+    weights = WeightReader(folder / "nonfinite" / "update-0" / "weights").read(0)
+    initial = WeightReader(folder / "weights").read(0)
+    assert weights.keys() == initial.keys()
+    assert all(np.array_equal(weights[name], initial[name]) for name in initial)

@@ -78,6 +78,22 @@ def test_a_gradient_that_is_not_finite_changes_nothing(form: str, bad: float) ->
         np.testing.assert_array_equal(one, other)
 
 
+@jax.numpy_dtype_promotion("standard")
+def test_a_loss_that_is_not_finite_changes_nothing_either(form: str) -> None:
+    del form
+    optimizer = make_optimizer(CONFIG, UPDATES)
+    params, gradient = some_params(0), some_params(2)
+    step = jax.jit(optimizer.update)
+    before: Any = optimizer.init(params)
+    updates, after = step(gradient, before, params, loss=jnp.float32(np.nan))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(one, other)
+    updates, after = step(gradient, before, params, loss=jnp.float32(0.5))
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    assert int(after.count) == int(before.count) + 1
+
+
 def test_a_tree_and_its_vector_hold_the_same_values() -> None:
     tree = some_params(4) | {"scalar": jnp.float32(2.0), "empty": jnp.zeros((0, 3), jnp.float32)}
     again = ravel.unravel(ravel.ravel(tree), tree)
