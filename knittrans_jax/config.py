@@ -172,6 +172,10 @@ class TrainConfig(Section, frozen=True):
         "per_mini_batch"
     )
     """Which images are encoded together; `auto` takes the cheapest exact one for every plan (`encoding/modes.py`)."""
+    encoder_residuals: Literal["recompute", "keep"] = "recompute"
+    """`per_mini_batch`: the encoder's backward recomputes activations chunk by chunk, or reads what the forward kept."""
+    encoder_residual_bytes: NonNegativeInt = 256 * 2**20
+    """`auto`: memory on every device for kept activations; a plan that would need more recomputes."""
     encoder_cache_bytes: PositiveInt = 64 * 2**20
     """`frozen`: memory on every device for features of images that were encoded before."""
     encoder_row_patches: PositiveInt = 64

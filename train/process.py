@@ -24,6 +24,8 @@ import jax
 import numpy as np
 
 from knittrans_jax.config import Config
+from knittrans_jax.encoding.encode_once import Residuals
+from knittrans_jax.encoding.modes import ResidualOptions
 from knittrans_jax.launch import messages as msg
 from knittrans_jax.observe.compilations import CompilationCounter
 from knittrans_jax.rollout.tasks.registry import load_task
@@ -160,6 +162,12 @@ def _loader_options(
         advantages=lambda rewards: group_advantages(rewards, config.train.objective.normalise_advantage),
         spec=setup.pack_spec,
         encoder_mode=config.train.encoder_mode,
+        residuals=ResidualOptions(
+            residuals=config.train.encoder_residuals,
+            most_bytes=config.train.encoder_residual_bytes,
+            row_bytes=setup.residual_row_bytes,
+            remat=config.model.remat,
+        ),
         cached_rows=setup.cached_rows,
         processor=setup.processor,
         transfer=config.train.transfer,
@@ -233,6 +241,7 @@ class Trainer:
         self.programs = programs = setup.programs
         together = Together(mesh_barrier(programs.mesh, config.train.compile_timeout_s))
         self._encode_images, self._insert = together(programs.encode), together(programs.insert)
+        self._encode_and_keep = together(programs.encode_and_keep)
         self._accumulate = together(programs.accumulate)
         self._accumulate_copies = together(programs.accumulate_copies)
         self._finish = together(programs.finish)
@@ -244,6 +253,7 @@ class Trainer:
         self._cached = self.programs.empty_table(setup.cached_rows) if setup.cached_rows else None
         self._table: jax.Array | None = None
         self._images: Any = None
+        self._residuals: Residuals | None = None
         self._sums: Sums | None = None
         self._pulled_bytes = self._relayed_bytes = 0
         self._began_s = 0.0
@@ -271,7 +281,10 @@ class Trainer:
         params = self.state.params
         if chunk.mode == "per_mini_batch":
             self._images = chunk.images
-            self._table = self._encode_images(params, self._images)
+            if chunk.keep_residuals:
+                self._table, self._residuals = self._encode_and_keep(params, self._images)
+            else:
+                self._table = self._encode_images(params, self._images)
         elif chunk.mode == "frozen":
             if chunk.images is not None:
                 self._cached = self._insert(self._cached, params, chunk.images, chunk.insert)
@@ -294,8 +307,10 @@ class Trainer:
 
     def _update(self, chunk: Chunk) -> None:
         plan = chunk.plan
-        self.state, figures = self._finish(self.state, self._images, self._sums, np.float32(plan.sampled_tokens))
-        self._table = self._images = self._sums = None
+        self.state, figures = self._finish(
+            self.state, self._images, self._sums, np.float32(plan.sampled_tokens), self._residuals
+        )
+        self._table = self._images = self._sums = self._residuals = None
         metrics = {name: float(value) for name, value in jax.device_get(figures).items()}
         if self.config.train.on_nonfinite == "stop" and bad_figures(metrics):
             raise BadNumbersError(plan, metrics)  # the update was left out, so the parameters are those before it

@@ -63,6 +63,8 @@ class TrainSetup:
     """Names everything besides its content that an image's features depend on."""
     cached_rows: int
     """Rows of a frozen encoder's table; 0 when it is trained."""
+    residual_row_bytes: int = 0
+    """Of one encoder row, where they may be kept (`StepPrograms.residual_row_bytes`)."""
 
 
 def build_programs(config: Config, task: Task, mesh: Mesh) -> StepPrograms:
@@ -106,4 +108,9 @@ def set_up_training(config: Config, task: Task, mesh: Mesh) -> TrainSetup:
         pack_spec=spec,
         processor=repr((spec, model.vision)),
         cached_rows=cached_table_rows(config, model) if programs.frozen_encoder else 0,
+        residual_row_bytes=(
+            programs.residual_row_bytes(params, config.train.encoder_row_patches)
+            if config.train.encoder_mode == "auto" and model.vision is not None
+            else 0
+        ),
     )

@@ -7,7 +7,8 @@
    nothing at all. On a mesh of `data` alone this program contains no collective, so a process that lacks its rows holds up
    nobody inside one. `fsdp` gathers each layer's parameters inside the loop over layers, and sums their gradients there.
 4. `finish(state, images, sums, denominator)`: the table's cotangents are summed over data shards and go back through the
-   encoder once; gradients are summed over data shards once; clip; update.
+   encoder once, which recomputes its activations chunk by chunk, or reads what `encode_and_keep` (in place of `encode`) kept;
+   gradients are summed over data shards once; clip; update.
 
 The programs are manual in all axes (`shard_map`): their collectives are those written here. Only `accumulate` leaves `tensor`
 to XLA, where it is larger than 1. The encoder knows no `tensor`: its rows are shared out over all devices where they divide.
@@ -33,7 +34,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from knittrans_jax.config import ObjectiveConfig
-from knittrans_jax.encoding.encode_once import add_cotangent, encode_once, gather_rows
+from knittrans_jax.encoding.encode_once import (
+    Residuals,
+    add_cotangent,
+    encode_and_keep,
+    encode_once,
+    gather_rows,
+    pull_back_kept,
+)
 from knittrans_jax.models import Model, abstract_model, decoder_apply, encoder_apply, normalise_pixels
 from knittrans_jax.models.mesh import ROWS
 from knittrans_jax.train.layout import TENSOR, TRAIN_AXES, Layout, map_specs, without
@@ -98,6 +106,11 @@ class StepPrograms:
         """Sharding of every field of `ImageArrays`."""
         return NamedSharding(self.mesh, P(ROWS))
 
+    @property
+    def residual_sharding(self) -> NamedSharding:
+        """Sharding of the leading axis of what `encode_and_keep` keeps."""
+        return NamedSharding(self.mesh, P(TRAIN_AXES))
+
     @functools.cached_property
     def param_shardings(self) -> Any:
         """A tree like the parameters."""
@@ -148,6 +161,38 @@ class StepPrograms:
             return lax.all_gather(self._local_table(params["encoder"], own)[0], axes, tiled=True)
 
         return jax.jit(self._manual(encode, (self.layout.params, P(ROWS)), P()))
+
+    @functools.cached_property
+    def encode_and_keep(self) -> Any:
+        """`encode_and_keep(params, images) -> (table, residuals)`: as `encode`, with what `finish` then need not recompute.
+
+        Leaves of `residuals` have a leading axis of devices.
+        """
+
+        def encode(params: Any, images: ImageArrays) -> tuple[jax.Array, Residuals]:
+            own, axes = self._own_images(images)
+            table, residuals = encode_and_keep(self._encode_rows, params["encoder"], own)
+            return lax.all_gather(table, axes, tiled=True), jax.tree.map(lambda x: x[None], residuals)
+
+        return jax.jit(self._manual(encode, (self.layout.params, P(ROWS)), (P(), P(TRAIN_AXES))))
+
+    def residual_row_bytes(self, params: Any, row_patches: int) -> int:
+        """Bytes that `encode_and_keep` keeps of one encoder row of `row_patches` patches. `params`: arrays or shapes."""
+        vision, devices = self.model.config.vision, self.mesh.size
+        assert vision is not None
+
+        def kept_bytes(rows_per_device: int) -> int:
+            rows = rows_per_device * devices
+            images = ImageArrays(
+                jax.ShapeDtypeStruct((rows, row_patches, vision.patch_features), jnp.uint8),
+                jax.ShapeDtypeStruct((rows, row_patches, 2), jnp.int32),
+                jax.ShapeDtypeStruct((rows, row_patches, 2), jnp.int32),
+                jax.ShapeDtypeStruct((rows, row_patches), jnp.int32),
+            )
+            kept = jax.eval_shape(self.encode_and_keep, params, images)[1]
+            return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept)) // devices
+
+        return kept_bytes(2) - kept_bytes(1)
 
     @functools.cached_property
     def empty_table(self) -> Any:
@@ -202,12 +247,14 @@ class StepPrograms:
 
     @functools.cached_property
     def finish(self) -> Any:
-        """`finish(state, images, sums, denominator) -> (state, figures)`; `state` is donated.
+        """`finish(state, images, sums, denominator, residuals=None) -> (state, figures)`; `state` is donated.
 
         `denominator`: float32 scalar, the sampled tokens of the mini-batch. `figures`: float32 scalars by name.
         """
 
-        def gradients(params: Any, images: ImageArrays | None, sums: Sums, denominator: jax.Array) -> Any:
+        def gradients(
+            params: Any, images: ImageArrays | None, sums: Sums, denominator: jax.Array, residuals: Residuals | None
+        ) -> Any:
             own = jax.tree.map(lambda x: x[0], sums)
             grads, encoder_over = {"decoder": own.decoder}, ROWS
             if images is not None:
@@ -215,7 +262,11 @@ class StepPrograms:
                 cotangent = lax.psum_scatter(own.cotangent, ROWS, scatter_dimension=0, tiled=True)
                 if TENSOR in encoder_over:
                     cotangent = _own_part(cotangent, TENSOR)
-                grads["encoder"] = self._local_table(params["encoder"], own_images)[1](cotangent)
+                if residuals is None:
+                    grads["encoder"] = self._local_table(params["encoder"], own_images)[1](cotangent)
+                else:
+                    kept = jax.tree.map(lambda x: x[0], residuals)
+                    grads["encoder"] = pull_back_kept(self._encode_rows, params["encoder"], own_images, kept, cotangent)
             elif own.encoder:
                 grads["encoder"] = own.encoder
             elif "encoder" in params and not self.frozen_encoder:
@@ -223,12 +274,17 @@ class StepPrograms:
             return self._sum_over_shards(grads, own.figures, encoder_over, denominator)
 
         def finish(
-            state: TrainState, images: ImageArrays | None, sums: Sums, denominator: jax.Array
+            state: TrainState,
+            images: ImageArrays | None,
+            sums: Sums,
+            denominator: jax.Array,
+            residuals: Residuals | None = None,
         ) -> tuple[TrainState, dict[str, jax.Array]]:
             trained = trained_params(state.params, self.frozen_encoder)
-            in_specs = (self.layout.params, P(ROWS), self._sums_specs(bool(sums.encoder)), P())
+            in_specs = (self.layout.params, P(ROWS), self._sums_specs(bool(sums.encoder)), P(), P(TRAIN_AXES))
             out_specs = (trained_params(self.layout.params, self.frozen_encoder), P())
-            grads, figures = self._manual(gradients, in_specs, out_specs)(state.params, images, sums, denominator)
+            given = (state.params, images, sums, denominator, residuals)
+            grads, figures = self._manual(gradients, in_specs, out_specs)(*given)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
             optimizer = optax.with_extra_args_support(self.optimizer)
             updates, opt_state = optimizer.update(grads, state.opt_state, trained, loss=figures.loss)

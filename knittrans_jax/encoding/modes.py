@@ -6,15 +6,15 @@
 | `per_micro_batch` | in every micro-batch every image that it shows, each time that it shows it | yes |
 | `per_micro_batch_unique` | in every micro-batch every image that it shows, once | yes |
 | `frozen` | every image once while the cache holds it; the encoder is not trained | not trained |
-| `auto` | as `per_mini_batch` or `per_micro_batch_unique`, whichever costs less on this plan | yes |
+| `auto` | as `per_mini_batch` (residuals kept, if they fit) or as `per_micro_batch_unique`, whichever costs less | yes |
 
-Cost model of `auto`: encoder rows of a shard, padding included, times the passes over each. A pass forward costs 1, backward 2.
-`per_mini_batch` encodes forward to make the table, and forward and backward again when its cotangent is known: 4 a row.
-A micro-batch encodes its own images forward and backward: 3 a row, in every micro-batch, empty ones included. Not in the
-model: `model.remat` (one more pass forward in every backward, on both sides), the table's all-gather and the sum of its
-cotangents (for the one), the sum of the encoder's gradient in every micro-batch (for the other), and compilation, which a run
-pays once for each of the two that it comes to use. On a tie the table is taken. `per_micro_batch` never costs less than
-`per_micro_batch_unique`.
+Cost model of `auto`: encoder rows of a shard, padding included, times the passes over each. A pass forward costs 1, backward 2,
+and `model.remat` adds one forward to each backward that does not read kept residuals. `per_mini_batch` encodes forward to
+make the table, and when its cotangent is known goes backward, before which it encodes forward again unless residuals are kept.
+A micro-batch encodes its own images forward and backward, in every micro-batch, empty ones included. Not in the model: the
+table's all-gather and the sum of its cotangents (for the one), the sum of the encoder's gradient in every micro-batch (for the
+other), and compilation, which a run pays once for each of the two that it comes to use. On a tie there is no table.
+`per_micro_batch` never costs less than `per_micro_batch_unique`.
 
 A mini-batch without images runs no encoder program, whatever the mode.
 """
@@ -38,10 +38,29 @@ ConfiguredMode = Literal["per_mini_batch", "per_micro_batch", "per_micro_batch_u
 Mode = Literal["per_mini_batch", "per_micro_batch", "per_micro_batch_unique", "frozen"]
 """What a plan with images is encoded by."""
 
-TABLE_PASSES = 4
-"""Cost of a row of `per_mini_batch`: forward; again forward, and backward."""
-COPY_PASSES = 3
-"""Cost of a row of a micro-batch's own images: forward and backward."""
+Residuals = Literal["recompute", "keep"]
+"""What `train.encoder_residuals` may be: where the encoder's backward gets its activations from, in `per_mini_batch`."""
+
+FORWARD, BACKWARD = 1, 2
+"""Cost of a pass over an encoder row."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResidualOptions:
+    """What may be kept between the encoder's forward and its backward, and what that costs."""
+
+    residuals: Residuals = "recompute"
+    """In mode `per_mini_batch`."""
+    most_bytes: int = 0
+    """In mode `auto`, residuals of a shard are kept when they take at most this."""
+    row_bytes: int = 0
+    """Bytes of the kept residuals of one encoder row."""
+    remat: bool = False
+    """`model.remat`."""
+
+    def keep(self, plan: MiniBatchPlan) -> bool:
+        """Whether `auto` may keep a plan's residuals."""
+        return plan.encoder_rows_per_shard * self.row_bytes <= self.most_bytes
 
 
 FROZEN_ENCODER_VERSION = 0
@@ -58,6 +77,8 @@ class EncoderWork:
     """What a plan's images come to. `mode` None: there are none, and no encoder program runs."""
 
     mode: Mode | None
+    keep: bool = False
+    """`per_mini_batch`: keep residuals instead of recomputing them."""
     copies: CopiesLayout | None = None
     """The micro-batches' own images, in the modes that have them."""
     encode: MiniBatchPlan | None = None
@@ -71,7 +92,11 @@ class EncoderWork:
 
 
 def plan_encoding(
-    plan: MiniBatchPlan, configured: ConfiguredMode, spec: PackSpec, cache: TableCache | None
+    plan: MiniBatchPlan,
+    configured: ConfiguredMode,
+    spec: PackSpec,
+    cache: TableCache | None,
+    options: ResidualOptions = ResidualOptions(),
 ) -> EncoderWork:
     """Decides how a plan's images are encoded. `cache` is there in mode `frozen`, and moves on by this plan.
 
@@ -82,34 +107,39 @@ def plan_encoding(
         return EncoderWork(mode=None)
     if cache is not None:
         return _cached(plan, cache, spec)
-    mode, copies = choose_mode(plan, configured)
+    mode, keep, copies = choose_mode(plan, configured, options)
     if copies is not None:
         micro_batches = plan.chunks * plan.chunk_micro_batches
         figures = _figures(plan.shards * copies.rows_per_shard * micro_batches, copies.patches)
         return EncoderWork(mode=mode, copies=copies, figures=figures)
-    return EncoderWork(mode=mode, encode=plan, figures=_table_figures(plan))
+    return EncoderWork(mode=mode, keep=keep, encode=plan, figures=_table_figures(plan))
 
 
-def choose_mode(plan: MiniBatchPlan, configured: ConfiguredMode) -> tuple[Mode, CopiesLayout | None]:
-    """The mode of a plan with images, and the layout of its micro-batches' own images where they have any."""
+def choose_mode(
+    plan: MiniBatchPlan, configured: ConfiguredMode, options: ResidualOptions
+) -> tuple[Mode, bool, CopiesLayout | None]:
+    """For a plan with images: its mode, whether residuals are kept, the layout of its micro-batches' own images if any."""
     if configured in ("per_mini_batch", "frozen"):
-        return configured, None
+        return configured, configured == "per_mini_batch" and options.residuals == "keep", None
     if configured == "per_micro_batch":
-        return configured, copies_layout(plan, unique=False)
+        return configured, False, copies_layout(plan, unique=False)
     copies = copies_layout(plan, unique=True)
-    if configured == "auto" and table_cost(plan) <= copies_cost(plan, copies):
-        return "per_mini_batch", None
-    return "per_micro_batch_unique", copies
+    keep = options.keep(plan)
+    if configured == "auto" and table_cost(plan, keep, options.remat) < copies_cost(plan, copies, options.remat):
+        return "per_mini_batch", keep, None
+    return "per_micro_batch_unique", False, copies
 
 
-def table_cost(plan: MiniBatchPlan) -> int:
+def table_cost(plan: MiniBatchPlan, keep: bool, remat: bool) -> int:
     """Of `per_mini_batch`, by the module's cost model."""
-    return TABLE_PASSES * plan.encoder_rows_per_shard
+    again = 0 if keep else FORWARD + remat * FORWARD
+    return (FORWARD + again + BACKWARD) * plan.encoder_rows_per_shard
 
 
-def copies_cost(plan: MiniBatchPlan, copies: CopiesLayout) -> int:
+def copies_cost(plan: MiniBatchPlan, copies: CopiesLayout, remat: bool) -> int:
     """Of encoding in every micro-batch, by the module's cost model."""
-    return COPY_PASSES * copies.rows_per_shard * plan.chunks * plan.chunk_micro_batches
+    passes = FORWARD + remat * FORWARD + BACKWARD
+    return passes * copies.rows_per_shard * plan.chunks * plan.chunk_micro_batches
 
 
 def _cached(plan: MiniBatchPlan, cache: TableCache, spec: PackSpec) -> EncoderWork:

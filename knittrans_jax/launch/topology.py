@@ -218,7 +218,7 @@ def train_programs(config: Config, mesh: Mesh) -> Iterator[Program]:
     rows_per_shard = encoder_rows_per_shard(config, shards)
     copied = train.encoder_mode in ("per_micro_batch", "per_micro_batch_unique") and rows_per_shard > 0
     encoded = images(rows_per_shard) if rows_per_shard and not copied else None
-    table = None
+    table = residuals = None
     if encoded is not None and frozen:
         cached = cached_table_rows(config, model)
         table = shaped(jax.eval_shape(lambda: programs.empty_table(cached)), programs.replicated)
@@ -226,6 +226,11 @@ def train_programs(config: Config, mesh: Mesh) -> Iterator[Program]:
         insert = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=programs.replicated)
         yield Program("insert", programs.insert, (table, params, encoded, insert), devices)
         encoded = None
+    elif encoded is not None and train.encoder_residuals == "keep":
+        yield Program("encode_and_keep", programs.encode_and_keep, (params, encoded), devices)
+        shapes = jax.eval_shape(programs.encode_and_keep, params, encoded)
+        table = shaped(shapes[0], programs.replicated)
+        residuals = shaped(shapes[1], programs.residual_sharding)
     elif encoded is not None:
         yield Program("encode", programs.encode, (params, encoded), devices)
         table = shaped(jax.eval_shape(programs.encode, params, encoded), programs.replicated)
@@ -238,7 +243,7 @@ def train_programs(config: Config, mesh: Mesh) -> Iterator[Program]:
         yield Program("accumulate_copies", programs.accumulate_copies, (params, copies, chunk, sums), devices)
     else:
         yield Program("accumulate", programs.accumulate, (params, table, chunk, sums), devices)
-    yield Program("finish", programs.finish, (state, encoded, sums, denominator), devices)
+    yield Program("finish", programs.finish, (state, encoded, sums, denominator, residuals), devices)
 
 
 def sampler_programs(config: Config, device: Any) -> Iterator[Program]:

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from knittrans_jax.encoding.modes import ConfiguredMode, EncoderWork, Mode, plan_encoding
+from knittrans_jax.encoding.modes import ConfiguredMode, EncoderWork, Mode, ResidualOptions, plan_encoding
 from knittrans_jax.encoding.table_cache import TableCache
 from knittrans_jax.launch.messages import ChunkHeld, Go, NextPlan, PlanReply, Reply, Request
 from knittrans_jax.trajectory import MiniBatchPlan
@@ -81,6 +81,7 @@ class LoaderOptions:
     advantages: pack.Advantages
     spec: pack.PackSpec
     encoder_mode: ConfiguredMode = "per_mini_batch"
+    residuals: ResidualOptions = dataclasses.field(default_factory=ResidualOptions)
     cached_rows: int = 0
     """Rows of the frozen encoder's table."""
     processor: str = ""
@@ -108,6 +109,8 @@ class Chunk:
     """Global `jax.Array`s."""
     mode: Mode | None
     """How the plan's images are encoded; None: it has none."""
+    keep_residuals: bool
+    """`per_mini_batch`: the encoder's backward reads what its forward kept."""
     images: ImageArrays | None
     """The encoder's input, with the first chunk (`per_mini_batch`; `frozen`: of images that are not cached, if any), or this
     chunk's own images with a leading axis C, with every chunk (`per_micro_batch`, `per_micro_batch_unique`)."""
@@ -304,7 +307,8 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
             if plan is None:
                 return None  # the run ends, and a train batch that is not whole is not begun
             arrived_s = time.monotonic()
-            encoder = plan_encoding(plan, self._options.encoder_mode, self._options.spec, self._cache)
+            options = self._options
+            encoder = plan_encoding(plan, options.encoder_mode, options.spec, self._cache, options.residuals)
             work = _Work(plan, encoder, arrived_s, self._options.transfer != "on_demand", Payload())
             batch.append(work)
             if work.whole:
@@ -420,6 +424,7 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
             index=index,
             arrays=arrays,
             mode=encoder.mode,
+            keep_residuals=encoder.keep,
             images=images,
             insert=insert,
             encoder_figures=encoder.figures,

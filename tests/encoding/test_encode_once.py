@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from knittrans_jax.encoding.encode_once import add_cotangent, chunk_size, encode_once, gather_rows
+from knittrans_jax.encoding.encode_once import (
+    Residuals,
+    add_cotangent,
+    chunk_size,
+    encode_and_keep,
+    encode_once,
+    gather_rows,
+    pull_back_kept,
+)
 
 ROWS, TOKENS, FEATURES, USES = 6, 3, 5, 40
 
@@ -88,3 +96,20 @@ def test_wrong_cotangent_shape_is_refused(problem: Any):
     _, pull_back = encode_once(encoder, params, images, chunk_rows=2)
     with pytest.raises(ValueError, match=r"expected a cotangent of shape \(18, 5\)"):
         pull_back(jnp.zeros((3, 5)))
+
+
+def test_kept_residuals_give_the_recomputed_gradient(problem: Any):
+    params, images, _, _ = problem
+    table, pull_back = encode_once(encoder, params, images, chunk_rows=2)
+    kept_table, residuals = jax.jit(lambda p, i: encode_and_keep(encoder, p, i))(params, images)
+    np.testing.assert_allclose(kept_table, table, rtol=1e-6)
+    assert not any(
+        kept.shape == given.shape for kept in residuals.arrays for given in (*params.values(), *images.values())
+    )
+    cotangent = jnp.cos(table)
+    pull = jax.jit(lambda *given: pull_back_kept(encoder, *given))
+    got, expected = pull(params, images, residuals, cotangent), pull_back(cotangent)
+    for name in params:
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="residuals of shapes"):
+        pull_back_kept(encoder, params, images, Residuals(()), cotangent)

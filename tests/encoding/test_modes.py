@@ -1,5 +1,6 @@
 """How a plan's images are encoded follows from the plan: what each mode costs, and which one `auto` takes."""
 
+import dataclasses
 from typing import Any
 
 import hypothesis.strategies as st
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from knittrans_jax.config import ConfigError, parse_config
-from knittrans_jax.encoding.modes import COPY_PASSES, TABLE_PASSES, choose_mode, copies_cost, plan_encoding, table_cost
+from knittrans_jax.encoding.modes import ResidualOptions, choose_mode, copies_cost, plan_encoding, table_cost
 from knittrans_jax.encoding.table_cache import TableCache
 from knittrans_jax.launch.check import check_run
 from knittrans_jax.trajectory import GroupMeta, MediaMeta, MiniBatchPlan, TrajectoryMeta
@@ -88,24 +89,53 @@ def test_a_micro_batch_holds_all_it_shows_and_overlaps_nothing(plan: MiniBatchPl
     assert len(held) == layout.patches
 
 
-@given(plans)
-def test_auto_takes_the_cheaper_of_two_and_unique_copies_never_cost_more(plan: MiniBatchPlan) -> None:
+NONE_KEPT = ResidualOptions(row_bytes=1)
+ALL_KEPT = ResidualOptions(row_bytes=1, most_bytes=1000)
+
+
+@given(plans, st.sampled_from([NONE_KEPT, ALL_KEPT]), st.booleans())
+def test_auto_takes_the_cheapest_and_unique_copies_never_cost_more(
+    plan: MiniBatchPlan, options: ResidualOptions, remat: bool
+) -> None:
+    options = dataclasses.replace(options, remat=remat)
     unique, copies = copies_layout(plan, unique=True), copies_layout(plan, unique=False)
     assert unique.patches <= copies.patches
-    mode, layout = choose_mode(plan, "auto")
-    assert (mode == "per_mini_batch") == (table_cost(plan) <= copies_cost(plan, unique))
+    assert copies_cost(plan, unique, remat) <= copies_cost(plan, copies, remat)
+    mode, keep, layout = choose_mode(plan, "auto", options)
+    costs = {
+        ("per_mini_batch", False): table_cost(plan, False, remat),
+        ("per_micro_batch_unique", False): copies_cost(plan, unique, remat),
+    }
+    if options is not NONE_KEPT and options.most_bytes:
+        costs["per_mini_batch", True] = table_cost(plan, True, remat)
+    assert costs[mode, keep] == min(costs.values())
     assert (layout is None) == (mode == "per_mini_batch")
 
 
 def test_auto_by_example() -> None:
     one_each = plan_of(8, 1, micro_batch_rows=4)  # no image is shown twice: no table
-    assert choose_mode(one_each, "auto")[0] == "per_micro_batch_unique"
     inside = plan_of(2, 4, micro_batch_rows=4)  # each group inside its shard's one micro-batch
-    assert choose_mode(inside, "auto")[0] == "per_micro_batch_unique"
+    for plan in (one_each, inside):
+        for options in (NONE_KEPT, ALL_KEPT):
+            assert choose_mode(plan, "auto", options)[:2] == ("per_micro_batch_unique", False)
     spread = plan_of(2, 8, micro_batch_rows=1)  # every member in a micro-batch of its own
-    assert choose_mode(spread, "auto")[0] == "per_mini_batch"
-    assert table_cost(spread) == TABLE_PASSES
-    assert copies_cost(spread, copies_layout(spread, unique=True)) == 8 * COPY_PASSES
+    assert choose_mode(spread, "auto", NONE_KEPT)[:2] == ("per_mini_batch", False)
+    assert choose_mode(spread, "auto", ALL_KEPT)[:2] == ("per_mini_batch", True)
+    assert [table_cost(spread, keep, remat) for keep in (False, True) for remat in (False, True)] == [4, 5, 3, 3]
+    copies = copies_layout(spread, unique=True)
+    assert [copies_cost(spread, copies, remat) for remat in (False, True)] == [8 * 3, 8 * 4]
+
+
+def test_residuals_are_kept_as_configured_and_in_auto_while_they_fit() -> None:
+    spread = plan_of(2, 8, micro_batch_rows=1)
+    for residuals in ("recompute", "keep"):
+        options = ResidualOptions(residuals=residuals, row_bytes=10)
+        assert choose_mode(spread, "per_mini_batch", options)[1] == (residuals == "keep")
+        assert not choose_mode(spread, "per_micro_batch", options)[1]
+    exact = spread.encoder_rows_per_shard * 10
+    for most_bytes, keep in ((exact, True), (exact - 1, False)):
+        options = ResidualOptions(row_bytes=10, most_bytes=most_bytes)
+        assert choose_mode(spread, "auto", options)[:2] == ("per_mini_batch", keep)
 
 
 @pytest.mark.parametrize("mode", ["per_mini_batch", "per_micro_batch", "per_micro_batch_unique", "frozen", "auto"])

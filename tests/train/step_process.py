@@ -23,6 +23,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from knittrans_jax.config import Config, ObjectiveConfig, parse_config
+from knittrans_jax.encoding.modes import ResidualOptions
 from knittrans_jax.launch.messages import ChunkHeld, Go, NextPlan, PlanReply, Reply, Request, UpdateDone
 from knittrans_jax.models import ModelConfig, abstract_model, build_model, preset
 from knittrans_jax.models.fsdp import Fsdp
@@ -54,6 +55,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     plans: list[MiniBatchPlan]
     transfer: str = "on_demand"
     encoder_mode: str = "per_mini_batch"
+    residuals: str = "recompute"
     process: int | None = None
     mesh: dict[str, int] = {}
     """Sizes of mesh axes besides `data`, which has what is left."""
@@ -263,6 +265,7 @@ def run_case(
             advantages=lambda rewards: group_advantages(rewards, True),
             spec=SPEC,
             encoder_mode=case.encoder_mode,  # pyright: ignore[reportArgumentType]
+            residuals=ResidualOptions(residuals=case.residuals),  # pyright: ignore[reportArgumentType]
             cached_rows=cached_rows,
             processor="settings",
             transfer=case.transfer,  # pyright: ignore[reportArgumentType]

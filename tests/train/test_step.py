@@ -122,6 +122,7 @@ def cases() -> tuple[list[Case], list[GroupPayload], int]:
         Case(name="gather", plans=twice, transfer="gather"),
         Case(name="every copy", plans=sharded, encoder_mode="per_micro_batch"),
         Case(name="micro-batch unique", plans=sharded, encoder_mode="per_micro_batch_unique"),
+        Case(name="residuals kept, fsdp", plans=sharded, residuals="keep", mesh={"fsdp": 2}),
         Case(name="auto, gather", plans=sharded, encoder_mode="auto", transfer="gather"),
         Case(name="frozen", plans=twice, encoder_mode="frozen"),
         Case(name="images, then text", plans=text),
