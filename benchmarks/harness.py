@@ -167,7 +167,7 @@ def report_to_dict(bench: str, settings: dict[str, Any], report: Report) -> dict
     """
     own = {
         "bench": bench,
-        "settings": settings,
+        "arguments": settings,
         "machine": machine(),
         "versions": versions(),
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -28,6 +28,10 @@ BENCHES: dict[str, tuple[str, str]] = {
         "knittrans_jax.benchmarks.staleness",
         "the policies and lock step as real, paced runs: staleness, step time; the simulator's word beside it",
     ),
+    "encoding": (
+        "knittrans_jax.benchmarks.encoding",
+        "an update by every way to encode images, against its FLOP bound; error of the gradient",
+    ),
     "noise": ("knittrans_jax.benchmarks.noise", "equal work against itself: what this machine cannot tell apart"),
 }
 """Name -> module, and what it measures."""

@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("name", metavar="NAME")
     bench.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the benchmark's own")
     bench.add_argument("--json", action="store_true", help="one JSON object on standard output, nothing else")
+    bench.add_argument("--quick", action="store_true", help="sets quick=true, in benchmarks that have it: little, soon")
     bench.add_argument(
         "--out", type=Path, default=Path("runs/benchmarks"), metavar="DIR", help="where the JSON is kept"
     )
@@ -186,7 +187,7 @@ def _bench(options: argparse.Namespace) -> int:
     from knittrans_jax.benchmarks.registry import load_bench
     from knittrans_jax.benchmarks.table import report_view
 
-    bench = load_bench(options.name, options.overrides)
+    bench = load_bench(options.name, [*options.overrides, *(["quick=true"] if options.quick else [])])
     progress = Console(stderr=True)
     try:
         report = bench.run(

@@ -127,7 +127,7 @@ def test_every_registered_benchmark_has_settings_that_load_by_themselves():
 def test_the_command_prints_one_json_object_and_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["bench", "noise", "rounds=4", "work=20", "--json", "--out", str(tmp_path)]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["settings"] == {"rounds": 4, "work": 20, "extra": 0.25}
+    assert printed["arguments"] == {"rounds": 4, "work": 20, "extra": 0.25}
     assert printed["noise_floor"] >= 0
     (kept,) = tmp_path.glob("noise-*.json")
     assert json.loads(kept.read_text()) == printed
