@@ -41,6 +41,7 @@ from knittrans_jax.rollout.putter import GroupPutter
 from knittrans_jax.rollout.runs import FinishedGroup
 from knittrans_jax.rollout.tasks.registry import load_task
 from knittrans_jax.transfer.control import ControlClient, ControlError
+from knittrans_jax.transfer.intake import IntakeSpec, check_group
 from knittrans_jax.transfer.weights import WeightReader, WeightsError, restore_tree
 
 SYNC_S = 0.05
@@ -82,7 +83,18 @@ def run_rollout(config: Config, run_dir: Path, index: int, stop: threading.Event
     engine.warm_up(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), template))
     if stop.is_set():
         return
-    putter = GroupPutter(name, config.control.pull_timeout_s, config.control.pull_retries)
+    vision = model.config.vision
+    spec = IntakeSpec(
+        patch_size=vision.patch_size if vision else 1,
+        merge_size=vision.merge_size if vision else 1,
+        image_token_id=task.vocabulary.image,
+    )
+    putter = GroupPutter(
+        name,
+        config.control.pull_timeout_s,
+        config.control.pull_retries,
+        check=lambda group: check_group(group.meta, group.payload, spec),
+    )
     try:
         with ControlClient(
             run_dir / "control.json",
@@ -160,6 +172,7 @@ class RolloutHost:
             "weights_load_s": self._load_s,
             "put_bytes": float(self._putter.put_bytes),
             "put_s": self._putter.put_s,
+            "intake_refused": float(self._putter.refused),
             **self._control.counters.as_dict(),
         }
 

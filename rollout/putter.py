@@ -1,7 +1,8 @@
 """Finished groups on their way into the storage unit, in a thread of its own, so that sampling does not wait for sockets.
 
 What it guarantees: a group is reported done only after the unit holds it; at most `QUEUE_GROUPS` wait; every put has a
-deadline; the thread's failure surfaces in `take` and `offer`. A group that the unit refuses is reported as failed.
+deadline; the thread's failure surfaces in `take` and `offer`. A group that is not what it says (`transfer/intake.py`) or that
+the unit refuses is reported as failed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from knittrans_jax.launch.messages import GroupDone, GroupFailure
 from knittrans_jax.rollout.runs import FinishedGroup
 from knittrans_jax.transfer.client import StorageClient, TicketRefused
+from knittrans_jax.transfer.intake import IntakeError
 from knittrans_jax.transfer.storage_state import StorageRefused
 from knittrans_jax.transfer.wire import WireError
 
@@ -24,13 +26,16 @@ POLL_S = 0.1
 class GroupPutter:
     """`offer`, `take`, `open` and `close` belong to the engine's thread."""
 
-    def __init__(self, peer: str, timeout_s: float, retries: int) -> None:
+    def __init__(
+        self, peer: str, timeout_s: float, retries: int, check: Callable[[FinishedGroup], None] = lambda group: None
+    ) -> None:
         """Starts the thread; nothing is put before `open`.
 
         Args:
             peer: the name that the tickets carry.
             timeout_s: deadline of every attempt, and of waiting for a fresh ticket.
             retries: attempts after the first.
+            check: raises `IntakeError` for a group that must not be stored.
         """
         self._peer, self._timeout_s, self._retries = peer, timeout_s, retries
         self._queue: queue.Queue[FinishedGroup] = queue.Queue(maxsize=QUEUE_GROUPS)
@@ -42,6 +47,9 @@ class GroupPutter:
         self._ticket_wanted = True
         self._error: BaseException | None = None
         self._closing = threading.Event()
+        self._check = check
+        self.refused = 0
+        """Groups that `check` refused."""
         self.put_bytes = 0
         self.put_s = 0.0
         self._thread = threading.Thread(target=self._run, name="group-putter", daemon=True)
@@ -119,18 +127,24 @@ class GroupPutter:
     def _put(self, group: FinishedGroup) -> None:
         began = time.monotonic()
         try:
+            self._check(group)
             self._with_ticket(lambda client: client.put_group(group.payload))
+        except IntakeError as error:
+            self.refused += 1
+            self._fail(group, f"intake: {error}")
+            return
         except StorageRefused as error:
-            failure = GroupFailure(
-                group_id=group.meta.group_id, reason=f"storage: {error}", episode_retries=group.episode_retries
-            )
-            with self._lock:
-                self._failed.append(failure)
+            self._fail(group, f"storage: {error}")
             return
         self.put_bytes += group.payload.size_bytes
         self.put_s += time.monotonic() - began
         with self._lock:
             self._done.append(GroupDone(group=group.meta, episode_retries=group.episode_retries))
+
+    def _fail(self, group: FinishedGroup, reason: str) -> None:
+        failure = GroupFailure(group_id=group.meta.group_id, reason=reason, episode_retries=group.episode_retries)
+        with self._lock:
+            self._failed.append(failure)
 
     def _with_ticket(self, put: Callable[[StorageClient], None]) -> None:
         """Puts; when the unit takes none of our tickets any more, waits once for a fresh one and puts again."""
