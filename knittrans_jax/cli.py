@@ -64,6 +64,15 @@ def _parser() -> argparse.ArgumentParser:
     ):
         role = add(name, command, text, json=False)
         role.add_argument("--index", type=int, required=True, metavar="I", help="its number, from 0")
+    simulate = add("simulate", _simulate, "Compare admission policies on simulated workloads.", json=True)
+    simulate.add_argument("--pictures", type=Path, metavar="DIR", help="also write an SVG per workload")
+    simulate.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON object to a file")
+    text = "Run a recorded run's completions again under other settings, such as admission.policy=train_batch."
+    what_if = commands.add_parser("what-if", help=text, description=text, allow_abbrev=False)
+    what_if.add_argument("run", metavar="RUN", type=Path, help="a run's folder, such as runs/grid_lookup")
+    what_if.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that replace the run's")
+    what_if.add_argument("--json", action="store_true", help="one JSON object on standard output, nothing else")
+    what_if.set_defaults(command=_what_if)
     text = "Run a benchmark; an unknown name lists them."
     bench = commands.add_parser("bench", help=text, description=text, allow_abbrev=False)
     bench.add_argument("name", metavar="NAME")
@@ -221,6 +230,48 @@ def _report(options: argparse.Namespace) -> int:
         _print_json(answer)
     else:
         sys.stdout.write("".join(f"{answer[key]}\n" for key in ("report", "trace") if key in answer))
+    return DONE
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from knittrans_jax.simulate.show import show_progress, suite_view, write_pictures
+    from knittrans_jax.simulate.suite import load_suite, run_suite
+
+    suite = load_suite(options.config, options.overrides)
+    try:
+        with show_progress() as progress:
+            result = run_suite(suite, progress)
+        if options.pictures is not None:
+            write_pictures(options.pictures, result)
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_bytes(msgspec.json.format(msgspec.json.encode(result)))
+    except (RuntimeError, TimeoutError, OSError) as error:
+        return _complain(f"simulate: {error}", FAILED)
+    if options.json:
+        _print_json(result)
+    else:
+        from rich.console import Console
+
+        Console().print(suite_view(result))
+    return DONE
+
+
+def _what_if(options: argparse.Namespace) -> int:
+    from knittrans_jax.admission.log import LogError
+    from knittrans_jax.simulate.recorded import NothingRecorded
+    from knittrans_jax.simulate.what_if import what_if, what_if_view
+
+    try:
+        answer = what_if(options.run, options.overrides)
+    except (LogError, NothingRecorded, OSError) as error:
+        return _complain(f"what-if: {error}", FAILED)
+    if options.json:
+        _print_json(answer)
+    else:
+        from rich.console import Console
+
+        Console().print(what_if_view(answer))
     return DONE
 
 

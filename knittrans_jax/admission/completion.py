@@ -72,6 +72,10 @@ class Completion(Protocol):
         """The most groups of the pool that this batch can take and still be finished, by others where needed."""
         ...
 
+    def can_use(self, pool: Mapping[Kind, int], wanted: int) -> bool:
+        """Whether `usable` is at least `wanted`; may be answered sooner."""
+        ...
+
     def shortage(self, pool: Mapping[Kind, int], wanted: int) -> Shortage | None:
         """What is missing to take `wanted` groups from the pool; None when nothing is."""
         ...
@@ -125,6 +129,10 @@ class SizeOnly:
     def usable(self, pool: Mapping[Kind, int]) -> int:
         """See `Completion.usable`."""
         return min(self._slots, sum(pool.values()))
+
+    def can_use(self, pool: Mapping[Kind, int], wanted: int) -> bool:
+        """See `Completion.can_use`."""
+        return self.usable(pool) >= wanted
 
     def shortage(self, pool: Mapping[Kind, int], wanted: int) -> Shortage | None:
         """See `Completion.shortage`."""
@@ -226,6 +234,10 @@ class OneAttribute:
                 if short > 0:
                     unmet += short
         return min(within_maxima, self._slots - unmet)
+
+    def can_use(self, pool: Mapping[Kind, int], wanted: int) -> bool:
+        """See `Completion.can_use`."""
+        return self.usable(pool) >= wanted
 
     def shortage(self, pool: Mapping[Kind, int], wanted: int) -> Shortage | None:
         """See `Completion.shortage`. Names the largest unmet minimum first, else the maxima that block, else the size."""

@@ -2,7 +2,8 @@
 
 What it guarantees: every yes and every no is exact, so what is admitted depends on the rules and the groups alone. How:
 
-1. it keeps a *witness*, counts by kind that finish the batch; taking what the witness contains is safe at once;
+1. it keeps a *witness*, counts by kind that finish the batch (and a few others, for other pools); taking what the witness
+   contains is safe at once;
 2. a kind that the bounds of one attribute alone rule out cannot be taken;
 3. otherwise the witness is repaired (`witness`): one kind goes in and another out, or two and two;
 4. how much of a pool can be used at all is bounded from above by cuts, each found once by the solver and valid ever after;
@@ -22,17 +23,21 @@ from knittrans_jax.admission.completion_solver import Program
 from knittrans_jax.admission.completion_space import Space
 from knittrans_jax.admission.witness import Work
 
+MAX_KNOWN = 4
+"""Witnesses kept: the launch gate asks about another pool than the policy does, and each has its own."""
+
 
 class Overlapping:
     """See the module's opening."""
 
-    __slots__ = ("_dead", "_witness", "least", "most", "slots", "space")
+    __slots__ = ("_dead", "_known", "_witness", "least", "most", "slots", "space")
 
     def __init__(self, space: Space) -> None:
         self.space, self.slots = space, space.groups
         self.least, self.most = [row.least for row in space.rows], [row.most for row in space.rows]
         self._dead: set[int] = set()
         self._witness: list[int] | None = None
+        self._known: list[list[int]] = []
 
     def __eq__(self, other: object) -> bool:
         """What the batch still needs; how it is known that it can be had does not matter."""
@@ -90,6 +95,7 @@ class Overlapping:
                 f"it could not be finished any more (still to come: {self._needs()})"
             )
         self.slots, self.least, self.most, self._witness = after.slots, after.least, after.most, after._witness
+        self._known = [rest for one in self._known if min(rest := self._without(one, counts)) >= 0]
 
     def usable(self, pool: Mapping[Kind, int]) -> int:
         """See `Completion.usable`."""
@@ -97,6 +103,20 @@ class Overlapping:
         if any(len(kind) == space.launched < len(space.kinds[0]) for kind in pool):
             return self._usable_unfinished(pool)
         return self._most_from(space.counts(pool))[0]
+
+    def can_use(self, pool: Mapping[Kind, int], wanted: int) -> bool:
+        """See `Completion.can_use`. A witness that uses so many is a yes, a bound below it a no; else `usable` decides."""
+        space, witness = self.space, self.witness
+        if witness is None:
+            return wanted <= 0
+        if any(len(kind) == space.launched < len(space.kinds[0]) for kind in pool):
+            return self._usable_unfinished(pool) >= wanted
+        counts = space.counts(pool)
+        if sum(map(min, self._nearest(witness, counts), counts)) >= wanted:
+            return True
+        if min(self._at_most(counts), space.bound(self.slots, self.most, self.least, counts)) < wanted:
+            return False
+        return self._most_from(counts, wanted)[0] >= wanted
 
     def shortage(self, pool: Mapping[Kind, int], wanted: int) -> Shortage | None:
         """See `Completion.shortage`. Names an attribute that alone explains it, else all of them together."""
@@ -170,6 +190,7 @@ class Overlapping:
                     self.most[r] = self.slots
         if found:
             self._dead = set()
+            self._known = []
         return found
 
     def copy(self) -> Overlapping:
@@ -177,7 +198,7 @@ class Overlapping:
         other = Overlapping.__new__(Overlapping)
         other.space, other.slots = self.space, self.slots
         other.least, other.most = self.least.copy(), self.most.copy()
-        other._dead, other._witness = set(self._dead), self._witness
+        other._dead, other._witness, other._known = set(self._dead), self._witness, list(self._known)
         return other
 
     # --- inside ---------------------------------------------------------------------------------------------------------------
@@ -204,6 +225,21 @@ class Overlapping:
         """This finishes the batch."""
         self._witness = list(witness)
         self.space.remember(self.key, witness)
+        if self._witness not in self._known:
+            self._known = [self._witness, *self._known[: MAX_KNOWN - 1]]
+
+    def _without(self, witness: Sequence[int], taken: Mapping[Kind, int]) -> list[int]:
+        """What is left of a witness when these groups are in the batch; negative where it had too few."""
+        rest = list(witness)
+        for kind, count in taken.items():
+            rest[self.space.index[kind]] -= count
+        return rest
+
+    def _nearest(self, witness: list[int], pool: Sequence[int]) -> list[int]:
+        """Of the witnesses that are known, the one that uses most of this pool."""
+        if len(self._known) < 2:
+            return witness
+        return max([witness, *self._known], key=lambda one: sum(map(min, one, pool)))
 
     def _completes(self, before: Sequence[int] | None, taken: Mapping[Kind, int]) -> bool:
         """Whether the batch can be finished, given a witness from before these were taken."""
@@ -211,10 +247,8 @@ class Overlapping:
         if known is not None:
             self._witness = list(known)
             return True
-        if before is not None:
-            rest = list(before)
-            for kind, count in taken.items():
-                rest[self.space.index[kind]] -= count
+        for one in self._known if before is None else [before, *self._known]:
+            rest = self._without(one, taken)
             if min(rest) >= 0:
                 self.keep(rest)
                 return True
@@ -243,6 +277,7 @@ class Overlapping:
         witness, space = self.witness, self.space
         if witness is None:
             return 0, [0] * len(pool)
+        witness = self._nearest(witness, pool)
         used = sum(map(min, witness, pool))
         if wanted is not None and used >= wanted:
             return used, witness

@@ -115,9 +115,11 @@ class Space:
         if len(self._cuts) >= MAX_CUTS:
             oldest = self._tight.index(min(self._tight))
             del self._cuts[oldest], self._tight[oldest]
+            self._cut_matrix = np.delete(self._cut_matrix, oldest, axis=0)
         self._cuts.append(cut)
         self._tight.append(self.asked)
-        self._cut_matrix = np.array([[c.slots, *c.most, *-c.least, *c.pool] for c in self._cuts])
+        row = np.concatenate([[cut.slots], cut.most, -cut.least, cut.pool])
+        self._cut_matrix = np.vstack([self._cut_matrix, row])
 
     def remember(self, key: tuple[int, ...], witness: Sequence[int]) -> None:
         """Keeps what finishes a batch that still needs this."""

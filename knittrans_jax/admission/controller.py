@@ -80,9 +80,12 @@ class Controller:
             found.append((group, ev.Expired(time_s=now_s, group_id=group.group_id, reason=reason, retry=retry)))
         return found
 
-    def next_mini_batch(self) -> tuple[Group, ...] | Waiting | None:
-        """The groups to admit now, or what is missing; None: as many are admitted ahead as may be."""
-        if len(self.state.plans) > self._admit_ahead:
+    def next_mini_batch(self, *, explain: bool = True) -> tuple[Group, ...] | Waiting | None:
+        """The groups to admit now, or what is missing; None: as many are admitted ahead as may be.
+
+        Without `explain`, also None where something is missing and finding out what would take longer.
+        """
+        if len(self.state.plans) > self._admit_ahead or not (explain or self.policy.may_choose(self.state)):
             return None
         return self.policy.next_mini_batch(self.state)
 

@@ -209,7 +209,7 @@ class LaunchGate:
             return True  # its groups are not due yet: all that is launched for it is look-ahead
         pool = _pool(state)
         pool[kind] = pool.get(kind, 0) + 1
-        return sum(pool.values()) - state.batch.completion.usable(pool) <= self.look_ahead_groups
+        return state.batch.completion.can_use(pool, sum(pool.values()) - self.look_ahead_groups)
 
     def _missing(self, state: AdmissionState, has_prompt: Callable[[Kind], bool]) -> Kind | None:
         """By rule 3."""
@@ -217,12 +217,12 @@ class LaunchGate:
         if batch.train_step >= self._targets_at:
             return None  # its groups are not due yet
         pool = _pool(state)
-        before = batch.completion.usable(pool)
-        if before >= batch.completion.slots_left:
+        if batch.completion.can_use(pool, batch.completion.slots_left):
             return None
+        before = batch.completion.usable(pool)
         for kind in sorted(self._kinds, key=lambda one: (live[one] - self._targets[one], one)):
             pool[kind] = pool.get(kind, 0) + 1
-            if has_prompt(kind) and batch.completion.usable(pool) > before:
+            if has_prompt(kind) and batch.completion.can_use(pool, before + 1):
                 return kind
             pool[kind] -= 1
         return None

@@ -9,8 +9,9 @@ What it guarantees:
 How. After every train batch it compares what the trainer waited for groups with `IDLE_SHARE` of the batch's time, and adds
 (or takes away) groups for a part of the difference. What is added goes to the kinds that the trainer waited for, each weighed
 by the seconds that one more group would have saved it (the wait over the groups that were missing); what is taken away comes
-from the kinds that saved least. The first batches' look-ahead, and a floor below which waits alone decide, come from latencies:
-a kind needs as many groups ahead as are still in flight when its batch ends.
+from the kinds that saved least, which give some up in any case: at the best shares one more group of any kind saves the same.
+The first batches' look-ahead comes from latencies: a kind needs as many groups ahead as are still in flight when its batch
+ends.
 
 A wait counts only where the launch gate was the cause: when look-ahead was not used up, slots are scarce, and more look-ahead
 would make the data older and nothing faster.
@@ -30,8 +31,14 @@ IDLE_SHARE = 0.025
 """Of the time, that the trainer may wait for groups: the last percents cost the most look-ahead."""
 GAIN = 0.35
 """Part of the difference that one batch corrects. Look-ahead acts a batch later, so 1 would swing."""
-SHRINK = 0.04
-"""Part of the look-ahead that goes after a batch without any wait."""
+SHRINK = 0.08
+"""Part of the look-ahead that goes after a batch, while there is no wait at all; less, the nearer waits are to `IDLE_SHARE`."""
+RECENT = 0.6
+"""Weight of the past in the mean wait that shrinking goes by: one batch without a wait says little."""
+TRADE = 0.12
+"""Part of a kind's look-ahead that goes after a batch if it saves nothing where another kind's does; less, if it saves some."""
+TRADE_IDLE_SHARE = 0.015
+"""Recent wait above which that goes to the kinds that save most, and below which it is saved."""
 MEMORY = 0.75
 """Weight of the past in a kind's marginal saving."""
 LATENCIES = 256
@@ -56,6 +63,8 @@ class AutoLookAhead:
         self._free_since_s: float | None = None
         self._short: dict[Kind, float] = {}
         self._idle_s = 0.0
+        self._idle_share = IDLE_SHARE
+        self._missing = 0
         self._boundary_s: float | None = None
         self._batches = 0
         self.groups: dict[Kind, int] = {}
@@ -90,6 +99,7 @@ class AutoLookAhead:
         shortage = state.batch.completion.shortage(state.accounts.ready_by_kind, self._rules.mini_batch_groups)
         if shortage is not None and used_up:
             self._short = dict.fromkeys(shortage.kinds, 1.0 / shortage.missing)
+            self._missing += shortage.missing
 
     def _end_wait(self, now_s: float) -> None:
         if self._free_since_s is None:
@@ -106,6 +116,7 @@ class AutoLookAhead:
         """A train batch was consumed."""
         began_s, self._boundary_s = self._boundary_s, now_s
         idle_s, self._idle_s = self._idle_s, 0.0
+        missing, self._missing = self._missing, 0
         for kind, now in self._saving_now.items():
             self._saving[kind] = MEMORY * self._saving[kind] + (1 - MEMORY) * now
             self._saving_now[kind] = 0.0
@@ -115,12 +126,15 @@ class AutoLookAhead:
         step_s = now_s - began_s
         groups_per_s = self._rules.groups / max(step_s - idle_s, 1e-9)
         change = GAIN * (idle_s - IDLE_SHARE * step_s) * groups_per_s
-        if not idle_s:
-            change = min(change, -SHRINK * sum(self._exact.values()))
+        self._idle_share = RECENT * self._idle_share + (1 - RECENT) * idle_s / step_s
+        if change < 0:
+            spare = max(0.0, 1.0 - self._idle_share / IDLE_SHARE)
+            change = min(change, -SHRINK * spare * sum(self._exact.values()))
         if change > 0:
-            self._add(change)
+            self._add(min(change, missing))  # with all that was missing there would have been no wait
         else:
             self._take_away(-change)
+        self._trade()
         if self._batches <= 3:
             for kind, need in self._in_flight_at(step_s - step_s / self._rules.mini_batches, step_s).items():
                 self._exact[kind] = max(self._exact[kind], need)
@@ -143,6 +157,17 @@ class AutoLookAhead:
         for kind, weight in weights.items():
             if whole:
                 self._exact[kind] = max(0.0, self._exact[kind] - groups * weight / whole)
+
+    def _trade(self) -> None:
+        """Kinds of which one more group would save less than of others give some up: to those, where the trainer waits."""
+        most, given = max(self._saving.values()), 0.0
+        for kind, saving in self._saving.items():
+            if most:
+                gives = self._exact[kind] * TRADE * (1.0 - saving / most)
+                self._exact[kind] -= gives
+                given += gives
+        if self._idle_share > TRADE_IDLE_SHARE:
+            self._add(given)
 
     def _in_flight_at(self, phase_s: float, step_s: float) -> Mapping[Kind, float]:
         """Groups of each kind still in flight that long after a batch's launch, when one is launched every `step_s`."""

@@ -56,6 +56,10 @@ class Policy(Protocol):
         """The groups of the next mini-batch (`B / K` of them, oldest first), or why there is none."""
         ...
 
+    def may_choose(self, state: AdmissionState) -> bool:
+        """False: `next_mini_batch` waits; True: it has to be asked. Sooner answered, without the reason."""
+        ...
+
 
 class OldestFirst:
     """Of the groups that the train batch's rules allow together, the oldest. `wanted(state)` of them must be there."""
@@ -63,6 +67,10 @@ class OldestFirst:
     def wanted(self, state: AdmissionState) -> int:
         """Groups that must be ready and fit the batch together before a mini-batch is cut from them."""
         return state.rules.mini_batch_groups
+
+    def may_choose(self, state: AdmissionState) -> bool:
+        """See `Policy.may_choose`."""
+        return state.batch.completion.can_use(state.accounts.ready_by_kind, self.wanted(state))
 
     def next_mini_batch(self, state: AdmissionState) -> tuple[Group, ...] | Waiting:
         """See `Policy.next_mini_batch`."""
@@ -107,6 +115,10 @@ class ProportionalPolicy:
     the largest remainder first, so that each mini-batch has the same size. Over the batch it is exact. Further attributes keep
     the batch's rules.
     """
+
+    def may_choose(self, state: AdmissionState) -> bool:
+        """See `Policy.may_choose`."""
+        return sum(state.accounts.ready_by_kind.values()) >= state.rules.mini_batch_groups
 
     def next_mini_batch(self, state: AdmissionState) -> tuple[Group, ...] | Waiting:
         """See `Policy.next_mini_batch`."""

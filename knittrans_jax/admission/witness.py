@@ -6,10 +6,11 @@ decides, so `Work.make_room` is exact.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from knittrans_jax.admission.completion_solver import Program
+from knittrans_jax.admission.completion_solver import Program, SolverFailed
 from knittrans_jax.admission.completion_space import Space
 
 
@@ -74,13 +75,38 @@ class Work:
             return False
         if self._swap_in(t) or self._swap_two_in(t):
             return True
+        if self._bounded_out(t):
+            return False
         floor = [0] * len(self.witness)
         floor[t] = 1
         classes = self.classes()
         found = self.space.solve(self.needs.program(floor), self.pool if classes else None, classes)
         if found is not None:
             self.adopt(found)
+        elif len(self.wanted) == 1 and self.wanted[0] and self.pool[t]:
+            slots, least, most, pool = self._after(t)
+            rows = self.needs.program().rows
+            with contextlib.suppress(SolverFailed):  # no batch at all has a `t`: nothing is bounded then
+                self.space.cut(
+                    Program(rows, slots, least, most, [0] * len(pool)), pool
+                )  # answers the next like question
         return found is not None
+
+    def _after(self, t: int) -> tuple[int, list[int], list[int], list[int]]:
+        """Slots, minima, maxima and pool when one `t` is in the batch."""
+        least, most, pool = list(self.needs.least), list(self.needs.most), list(self.pool)
+        for r in self.space.of_kind[t]:
+            most[r] -= 1
+            least[r] = max(0, least[r] - 1)
+        pool[t] -= 1
+        return self.needs.slots - 1, least, most, pool
+
+    def _bounded_out(self, t: int) -> bool:
+        """With one `t` of the pool in the batch, the cuts found so far leave too little of the pool usable."""
+        if len(self.wanted) != 1 or not self.wanted[0] or not self.pool[t]:
+            return False
+        slots, least, most, pool = self._after(t)
+        return self.space.bound(slots, most, least, pool) < self.wanted[0] - 1
 
     def use_more(self, wanted: int) -> int:
         """Swaps until `wanted` of the pool are used (all kinds in one class) or nothing helps -> how many are."""

@@ -99,7 +99,7 @@ class SimRun:
     waited_s: list[float] = dataclasses.field(default_factory=list)
     """What the trainer waited before each update."""
     waits: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Seconds without a mini-batch while the trainer was free, by rule and value."""
+    """Seconds without a mini-batch while the trainer was free, by the rule and value that were short when the wait began."""
     look_ahead: list[int] = dataclasses.field(default_factory=list)
     """Look-ahead in groups at the end of each train batch."""
     launched_beyond: int = 0
@@ -265,11 +265,12 @@ class Simulation:
         while state.admitted_updates < self._updates:
             for _, expired in self._controller.stale(now_s):
                 self._emit(expired)
-            choice = self._controller.next_mini_batch()
+            idle = self._training is None and not state.plans
+            choice = self._controller.next_mini_batch(explain=idle and self._waiting is None)
             if choice is None:
                 return
             if isinstance(choice, Waiting):
-                if self._training is None and not state.plans:
+                if idle:
                     self._note_wait(f"{choice.rule} of {choice.value}")
                 return
             planned = (PlannedGroup(group_id=one.group_id, unit=HOST, rewards=(), payload_bytes=0) for one in choice)

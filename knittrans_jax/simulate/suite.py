@@ -2,11 +2,11 @@
 
 The file is checked whole, each workload under each policy, before anything is simulated. Which figure is what:
 
-* `reduction_vs_batch_look_ahead`: our least stale setting with steps at most 5 % longer than `train_batch` has with one batch of
-  look-ahead, against that;
+* `reduction_vs_batch_look_ahead`: our least stale setting with steps at most 5 % longer than `train_batch` has with one batch
+  of look-ahead, against that;
 * `reduction_vs_fastest`: our least stale setting within 2 % of `train_batch`'s fastest step, against that fastest setting (the
   least stale of those that are equally fast);
-* `reduction_at_equal_allowance`: the same, with `train_batch`'s least stale setting within 2 % of its fastest: both have the 2 %;
+* `reduction_at_equal_allowance`: the same, with `train_batch`'s least stale setting within 2 % of its fastest;
 * `auto`: `mini_batch` with `auto` look-ahead, beside its best fixed look-ahead, the least stale within 2 % of the fastest;
 * `lower_bound`: `bound.lower_bound` for a trainer that waits 2 % of the time (with `publish: update`: never).
 """
@@ -18,6 +18,7 @@ import dataclasses
 import multiprocessing
 import os
 import time
+import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -62,8 +63,8 @@ class SuiteConfig(Section, frozen=True):
 
     pace: Pace
     library: dict[str, Workload]
-    policies: list[PolicyName] = ["mini_batch", "train_batch", "proportional", "fifo"]
-    publish: list[Publish] = ["train_batch", "update"]
+    policies: list[PolicyName] = msgspec.field(default_factory=lambda: list(typing.get_args(PolicyName)))
+    publish: list[Publish] = msgspec.field(default_factory=lambda: list(BOTH))
     """When weights are published; the first one's figures are the headline."""
     workloads: list[str] | None = None
     workers: PositiveInt = 2
@@ -141,7 +142,9 @@ def check_suite(suite: SuiteConfig) -> None:
     """Checks what types cannot say, and each workload as the run that it stands for. Raises `ConfigError`."""
     pace = suite.pace
     if pace.groups % pace.mini_batches:
-        raise ConfigError(f"pace.groups: must be a multiple of pace.mini_batches = {pace.mini_batches} (value {pace.groups})")
+        raise ConfigError(
+            f"pace.groups: must be a multiple of pace.mini_batches = {pace.mini_batches} (value {pace.groups})"
+        )
     if pace.publish_s > pace.train_s:
         raise ConfigError(
             f"pace.publish_s: a version is on its way no longer than an update takes, pace.train_s = {pace.train_s} "
@@ -163,7 +166,9 @@ def _check_workload(key: str, workload: Workload, pace: Pace, policies: Sequence
     if workload.domain is not None and not expected:
         raise ConfigError(f"{key}.domain: look-ahead by domain needs quotas for it (value {workload.domain!r})")
     if values != expected:
-        raise ConfigError(f"{key}.latency: needs one of each of {', '.join(sorted(expected))} (value {short(sorted(values))})")
+        raise ConfigError(
+            f"{key}.latency: needs one of each of {', '.join(sorted(expected))} (value {short(sorted(values))})"
+        )
     for value, share in workload.dropped.items():
         if value not in values or share >= 1.0:
             raise ConfigError(f"{key}.dropped.{value}: a share below 1 of a value that has a latency (value {share})")
@@ -272,7 +277,10 @@ def _result(suite: SuiteConfig, name: str, publish: Publish, results: dict[Key, 
     policies = {policy: results[name, policy][0][publish] for policy in suite.policies}
     ours, baseline = policies.get(OURS), policies.get(BASELINE)
     idle = BOUND_IDLE if publish == "train_batch" else (0.0,)
-    bound = [(pace.ideal_step_s * (1 + share), lower_bound(workload, pace, publish, share * pace.ideal_step_s)) for share in idle]
+    bound = [
+        (pace.ideal_step_s * (1 + share), lower_bound(workload, pace, publish, share * pace.ideal_step_s))
+        for share in idle
+    ]
     against_batch = against_fastest = equal = None
     if ours and baseline:
         batch, fast = _at_batch_look_ahead(baseline, pace), fastest(baseline)

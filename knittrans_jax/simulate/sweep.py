@@ -28,7 +28,7 @@ from knittrans_jax.simulate.workloads import (
     sample_latencies,
 )
 
-GRID = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1.0, 1.5, 2.0)
+GRID = (0.0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 1.5, 2.0)
 """Total look-ahead, in train batches."""
 NEVER = 0.001
 """Idle share of a trainer that never waits."""
@@ -36,8 +36,10 @@ NEAR_FASTEST = 1.02
 NEAR_BATCH_LOOK_AHEAD = 1.05
 TIE = 1.001
 """Step times within this factor are equal: of settings that are equally fast the least stale one is meant."""
+PRECISION = 16
 SEARCH_SEEDS = 2
-SEARCH_ROUNDS = 3
+SEARCH_STEPS = (0.2, 0.08)
+"""Changes of a domain's look-ahead that are tried, as parts of it."""
 
 Ahead = int | dict[str, int]
 Family = Callable[[int], Ahead]
@@ -96,9 +98,10 @@ class Sweep:
                 point = self.at(family(round(share * batch)))
                 if point.trainer_idle_share < NEVER and (share >= 1.0 or not baseline):
                     break
+        own = [NEAR_FASTEST * fastest(self.points).step_time_s]
         if baseline:
-            limits_s = [*limits_s, TIE * min(one.step_time_s for one in self.points)]
-        for limit_s in sorted({*limits_s, NEAR_FASTEST * fastest(self.points).step_time_s}):
+            own.append(TIE * min(one.step_time_s for one in self.points))
+        for limit_s in sorted({*limits_s, *own}):
             for family in self.families:
                 self._bisect(family, limit_s)
             if len(self.families) > 1:
@@ -113,14 +116,14 @@ class Sweep:
         return self._measured[key][self._publish]
 
     def _bisect(self, family: Family, limit_s: float) -> None:
-        """The least look-ahead of a family that keeps the limit, to a sixteenth."""
+        """The least look-ahead of a family that keeps the limit, to a part in `PRECISION`."""
         batch = self._base.pace.groups
         grid = [round(share * batch) for share in GRID]
         high = next((x for x in grid if self._known(family(x), limit_s)), None)
         if not high:
             return  # none keeps it, or none is needed
         low = max(x for x in grid if x < high)
-        while high - low > max(1, high // 16):
+        while high - low > max(1, high // PRECISION):
             middle = (low + high) // 2
             if self.at(family(middle)).step_time_s <= limit_s:
                 high = middle
@@ -139,7 +142,7 @@ class Sweep:
         best = self.at(here, SEARCH_SEEDS)
         if best.step_time_s > limit_s * TIE:
             limit_s = best.step_time_s  # the few seeds of the search are slower: compare with them alone
-        for step in (0.25, 0.12, 0.06)[:SEARCH_ROUNDS]:
+        for step in SEARCH_STEPS:
             for domain in self._counts:
                 for sign in (-1, 1):
                     change = sign * max(1, round(step * max(here[domain], self._counts[domain] / 8)))
@@ -147,7 +150,10 @@ class Sweep:
                     if there == here:
                         continue
                     point = self.at(there, SEARCH_SEEDS)
-                    if point.step_time_s <= limit_s and point.architectural_mean_updates < best.architectural_mean_updates:
+                    if (
+                        point.step_time_s <= limit_s
+                        and point.architectural_mean_updates < best.architectural_mean_updates
+                    ):
                         here, best = there, point
                         break
             here, best = self._trade(here, best, limit_s, step)
@@ -176,7 +182,7 @@ def _by_composition(total: int) -> Ahead:
 
 
 def _by_latency(workload: Workload, pace: Pace, counts: dict[str, int]) -> Family:
-    """Look-ahead by domain: groups still in flight at a phase of the step, the phase chosen so that they are `total` together."""
+    """Look-ahead by domain: groups still in flight at a phase of the step, chosen so that they are `total` together."""
     latencies = {domain: np.sort(sample_latencies(workload, domain, 4096, 7)) for domain in counts}
     step_s = pace.ideal_step_s
 

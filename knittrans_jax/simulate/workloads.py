@@ -2,7 +2,7 @@
 
 What it guarantees:
 
-* a workload run under a policy and a look-ahead is a whole, checked `Config`, so rules, gate and policy are those of a live run;
+* a workload run under a policy and a look-ahead is a whole, checked `Config`: rules, gate and policy are those of a live run;
 * two runs with one seed launch the same groups: the i-th one launched of a kind has the same latency and the same fate under
   every policy and look-ahead, so what they differ by is their decisions;
 * latencies are log-normal, given by their mean (not their median) and by sigma, the standard deviation of their logarithm.
@@ -65,9 +65,12 @@ class Workload(Section, frozen=True):
 
     latency: dict[str, Latency]
     domain: str | None = None
-    quotas: dict[str, dict[str, Bound]] = {}
-    dropped: dict[str, Fraction] = {}
+    quotas: dict[str, dict[str, Bound]] = msgspec.field(default_factory=dict)
+    dropped: dict[str, Fraction] = msgspec.field(default_factory=dict)
     slots: PositiveInt | None = None
+    warm_up_batches: PositiveInt | None = None
+    measured_batches: PositiveInt | None = None
+    """In place of the pace's, for what takes long to simulate."""
 
 
 class Pace(Section, frozen=True):
@@ -131,7 +134,7 @@ def config_of(setting: Setting, publish: Publish = "update") -> Config:
     """The run that the setting stands for; raises `ConfigError` as a run's file would."""
     pace, workload = setting.pace, setting.workload
     look_ahead = dict(setting.look_ahead) if isinstance(setting.look_ahead, Mapping) else setting.look_ahead
-    batches = pace.warm_up_batches + pace.auto_warm_up_batches + pace.measured_batches
+    batches = _warm_up(setting) + _measured(setting)
     raw: dict[str, Any] = {
         "name": "simulated",
         "task": {"name": "simulated"},
@@ -170,7 +173,9 @@ class LogNormalFlights:
         domain = EVERYTHING if workload.domain is None else leased.attributes[workload.domain]
         latency = workload.latency[domain]
         kind = self._rules.kind(leased.attributes)
-        draw = self._draws.setdefault(kind, random.Random(f"{self._seed}/{kind!r}"))
+        draw = self._draws.get(kind)
+        if draw is None:
+            draw = self._draws[kind] = random.Random(f"{self._seed}/{kind!r}")
         latency_s, fate = draw.lognormvariate(latency.mu, latency.sigma), draw.random()
         share = workload.dropped.get(domain, 0.0)
         return Flight(latency_s, dropped="the workload's filter" if fate < share else None)
@@ -195,7 +200,7 @@ def simulate_once(setting: Setting, seed: int, publish: Publish) -> SimRun:
         publish=publish,
         slots=workload.slots or 2 * pace.groups,
     )
-    updates = (_warm_up(setting) + pace.measured_batches) * pace.mini_batches
+    updates = (_warm_up(setting) + _measured(setting)) * pace.mini_batches
     return Simulation(controller, timing, LogNormalFlights(workload, rules, seed), updates=updates).run()
 
 
@@ -203,8 +208,8 @@ def architectural_by_publish(run: SimRun, mini_batches: int) -> dict[Publish, np
     """Architectural staleness of every trajectory of a run that publishes every update, and of its twin per train batch.
 
     Launches and admissions go by the train batches that are published, so both runs make the same decisions at the same times,
-    and the twin's newest version is the newest one at a train batch's boundary: true as long as a version is on its way no longer
-    than an update takes (`check_suite` sees to it).
+    and the twin's newest version is the newest one at a train batch's boundary: true as long as a version is on its way no
+    longer than an update takes (`check_suite` sees to it).
     """
     per_update = np.array([one.architectural for one in run.staleness])
     versions = np.array(run.consumed_by) - np.array([one.gap for one in run.staleness])
@@ -226,7 +231,7 @@ def measure(setting: Setting, seeds: int | None = None) -> dict[Publish, Point]:
         if run.stuck is not None:
             raise RuntimeError(f"the simulated run under {setting.policy} cannot go on: {run.stuck}")
         measured_s = run.updated_s[-1] - run.updated_s[first - 1]
-        step_s.append(measured_s / pace.measured_batches)
+        step_s.append(measured_s / _measured(setting))
         for publish, values in architectural_by_publish(run, pace.mini_batches).items():
             stale[publish].append(float(values[skip * pace.groups :].mean()))
         idle, ahead = sum(run.waited_s[first:]) / measured_s, float(np.mean(run.look_ahead[skip:]))
@@ -254,8 +259,14 @@ def measure(setting: Setting, seeds: int | None = None) -> dict[Publish, Point]:
 
 
 def _warm_up(setting: Setting) -> int:
-    auto = setting.look_ahead == "auto"
-    return setting.pace.auto_warm_up_batches if auto else setting.pace.warm_up_batches
+    pace, workload = setting.pace, setting.workload
+    if setting.look_ahead == "auto":
+        return pace.auto_warm_up_batches
+    return workload.warm_up_batches or pace.warm_up_batches
+
+
+def _measured(setting: Setting) -> int:
+    return setting.workload.measured_batches or setting.pace.measured_batches
 
 
 def groups_by_domain(workload: Workload, pace: Pace) -> dict[str, int]:
@@ -283,5 +294,3 @@ def sample_latencies(workload: Workload, domain: str, count: int, seed: int) -> 
     flights = rng.geometric(1.0 - share, count)
     draws = rng.lognormal(latency.mu, latency.sigma, (count, int(flights.max())))
     return np.where(np.arange(draws.shape[1]) < flights[:, None], draws, 0.0).sum(axis=1)
-
-
