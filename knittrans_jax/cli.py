@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         role = add(name, command, text, json=False)
         role.add_argument("--index", type=int, required=True, metavar="I", help="its number, from 0")
     simulate = add("simulate", _simulate, "Compare admission policies on simulated workloads.", json=True)
-    simulate.add_argument("--pictures", type=Path, metavar="DIR", help="also write an SVG per workload")
+    simulate.add_argument(
+        "--pictures", type=Path, metavar="DIR", help="also write an SVG per workload and simulate.md, the figures"
+    )
     simulate.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON object to a file")
     text = "Run a recorded run's completions again under other settings, such as admission.policy=train_batch."
     what_if = commands.add_parser("what-if", help=text, description=text, allow_abbrev=False)
@@ -240,7 +242,7 @@ def _simulate(options: argparse.Namespace) -> int:
     suite = load_suite(options.config, options.overrides)
     try:
         with show_progress() as progress:
-            result = run_suite(suite, progress)
+            result = run_suite(suite, progress, [options.config, *options.overrides])
         if options.pictures is not None:
             write_pictures(options.pictures, result)
         if options.out is not None:

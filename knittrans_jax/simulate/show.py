@@ -150,14 +150,44 @@ def _ratio(value: float) -> str:
 
 
 def write_pictures(directory: Path, result: Mapping[str, Any]) -> list[Path]:
-    """Writes `simulate-NAME.svg` for every workload -> the files."""
+    """Writes `simulate-NAME.svg` for every workload, and `simulate.md` with the figures -> the pictures."""
     directory.mkdir(parents=True, exist_ok=True)
     written = []
+    write_atomically(directory / "simulate.md", figures_page(result).encode())
     for workload in result["workloads"]:
         path = directory / f"simulate-{workload['name']}.svg"
         write_atomically(path, picture(workload).encode())
         written.append(path)
     return written
+
+
+def figures_page(result: Mapping[str, Any]) -> str:
+    """The figures of every workload as a Markdown table, and their pictures."""
+    pace = result["pace"]
+    lines = [
+        f"<!-- Written by `knittrans simulate {' '.join(result['arguments'])}`; not by hand. -->",
+        "# Policies on workloads: the figures",
+        "",
+        f"`knittrans simulate {' '.join(result['arguments'])}` made this page: B = {pace['groups']}, K = "
+        f"{pace['mini_batches']}, {pace['train_s']:g} s a mini-batch, {pace['publish_s']:g} s until weights are published, "
+        f"{pace['seeds']} seeds. What the columns mean: [simulator.md](../simulator.md). Staleness is the signed mean "
+        "architectural staleness in updates.",
+        "",
+        "| workload | publish | vs one batch of look-ahead | vs fastest | vs fastest, 2 % both | best fixed | auto | bound |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for workload in result["workloads"]:
+        for one in (workload, *workload["other_publish"].values()):
+            auto = one["auto"]
+            lines.append(
+                f"| {workload['name']} | {one['publish']} | {_share(one['reduction_vs_batch_look_ahead'])} "
+                f"| {_share(one['reduction_vs_fastest'])} | {_share(one['reduction_at_equal_allowance'])} "
+                f"| {'-' if auto is None else _point(auto['best_fixed'])} | {'-' if auto is None else _point(auto)} "
+                f"| {one['lower_bound']:.2f} |"
+            )
+    lines.append("")
+    lines += [f"![{w['name']}](simulate-{w['name']}.svg)" for w in result["workloads"]]
+    return "\n".join(lines) + "\n"
 
 
 def picture(workload: Mapping[str, Any]) -> str:

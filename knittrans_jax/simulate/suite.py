@@ -179,12 +179,15 @@ def _check_workload(key: str, workload: Workload, pace: Pace, policies: Sequence
             raise ConfigError(f"{key}: {error}") from error
 
 
-def run_suite(suite: SuiteConfig, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+def run_suite(
+    suite: SuiteConfig, progress: Callable[[str, int, int], None], arguments: Sequence[str] = ()
+) -> dict[str, Any]:
     """Runs it all.
 
     Args:
         suite: what to run.
         progress: hears what is done: (what, jobs done, jobs in all).
+        arguments: of the command, to be kept with the result.
 
     Returns:
         The JSON object of `knittrans simulate`, as a plain mapping.
@@ -199,6 +202,7 @@ def run_suite(suite: SuiteConfig, progress: Callable[[str, int, int], None]) -> 
         workloads.append({"name": name, **headline, "other_publish": others})
     return {
         "command": "simulate",
+        "arguments": list(arguments),
         "pace": msgspec.to_builtins(suite.pace),
         "workloads": workloads,
         "wall_s": time.monotonic() - began_s,

@@ -151,6 +151,7 @@ def test_usable_and_shortage_are_exact(case: tuple, data: st.DataObject):
     for wanted in range(plain[0] - sum(admitted) + 1):
         shortage = filled(rules, universe, admitted).shortage(counts, wanted)
         assert (shortage is None) == (expected >= wanted)
+        assert filled(rules, universe, admitted).can_use(counts, wanted) == (expected >= wanted)
         if shortage is not None:
             assert 1 <= shortage.missing <= wanted - expected
             assert shortage.kinds
