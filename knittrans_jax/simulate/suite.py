@@ -17,6 +17,7 @@ import concurrent.futures
 import dataclasses
 import multiprocessing
 import os
+import threading
 import time
 import typing
 from collections.abc import Callable, Sequence
@@ -223,6 +224,13 @@ def run_job(job: Job) -> Done:
     return {publish: sweep.points_of(publish) for publish in BOTH}, auto
 
 
+def _end_with_parent() -> None:
+    """In a worker: when the command is killed its workers end too, instead of finishing what nobody waits for."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
 def _run_jobs(suite: SuiteConfig, progress: Callable[[str, int, int], None]) -> dict[Key, Done]:
     """All jobs; the baseline of a workload first, since the limits of the others come from it."""
 
@@ -238,7 +246,7 @@ def _run_jobs(suite: SuiteConfig, progress: Callable[[str, int, int], None]) -> 
     end_s = time.monotonic() + DEADLINE_S
     context = multiprocessing.get_context("spawn")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers are what runs in parallel
-    with concurrent.futures.ProcessPoolExecutor(suite.workers, mp_context=context) as pool:
+    with concurrent.futures.ProcessPoolExecutor(suite.workers, context, _end_with_parent) as pool:
         running = {pool.submit(run_job, one): one for one in waiting}
         while running:
             timeout_s = max(0.0, end_s - time.monotonic())

@@ -72,7 +72,8 @@ class Sweep:
 
     def __init__(self, workload: Workload, pace: Pace, policy: str, publish: Publish = "train_batch") -> None:
         """`publish`: the way of publishing that the search goes by; every point is measured with both."""
-        self._base, self._publish = Setting(workload, pace, policy, 0), publish
+        self._base = Setting(workload, pace, policy, 0)
+        self._publish: Publish = publish
         self._counts = groups_by_domain(workload, pace)
         self._measured: dict[tuple[object, int], dict[Publish, Point]] = {}
         self._full = pace.seeds
