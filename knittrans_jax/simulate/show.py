@@ -23,10 +23,11 @@ from knittrans_jax.observe.charts import Axis, Series
 from knittrans_jax.observe.page import STYLE
 from knittrans_jax.observe.summary import write_atomically
 
-COLOURS = {"mini_batch": 0, "train_batch": 1, "proportional": 2, "fifo": 6}
+LINES = {"train_batch": (1, 0), "proportional": (2, 1), "fifo": (6, 2), "mini_batch": (0, 0)}
+"""Colour and dash, in the order in which they are drawn."""
 SLOWEST = 1.6
 """The pictures end at this factor of the fastest step."""
-LEGEND = 42.0
+LEGEND = 48.0
 """Height of a picture's legend."""
 
 Progress = Callable[[str, int, int], None]
@@ -196,15 +197,16 @@ def picture(workload: Mapping[str, Any]) -> str:
     fastest_s = min(p["step_time_s"] for found in points.values() for p in found)
     edge_s = SLOWEST * fastest_s
     series, keys = [], []
-    for policy, found in points.items():
-        line = [(p["step_time_s"], p["architectural_mean_updates"]) for p in frontier(found)]
-        xs, ys = _cut(line, edge_s)
-        series.append(Series(policy, xs, ys, COLOURS[policy], dots=True))
-        keys.append((policy, COLOURS[policy], ""))
+    for policy, (colour, dash) in LINES.items():
+        shown = [p for p in frontier(points.get(policy, [])) if p["step_time_s"] <= edge_s]
+        if shown:
+            xs, ys = [p["step_time_s"] for p in shown], [p["architectural_mean_updates"] for p in shown]
+            series.append(Series(policy, xs, ys, colour, dash, dots=policy != "fifo"))
+            keys.append((policy, colour, charts.DASHES[dash]))
     bound = [(s, u) for s, u in workload["lower_bound_by_step_time"] if s <= edge_s]
     if len(bound) > 1:
-        series.append(Series("lower bound", [s for s, _ in bound], [u for _, u in bound], charts.INK, 2))
-        keys.append(("lower bound", charts.INK, charts.DASHES[2]))
+        series.append(Series("lower bound", [s for s, _ in bound], [u for _, u in bound], charts.INK, 3))
+        keys.append(("lower bound", charts.INK, charts.DASHES[3]))
     auto = workload["auto"]
     if auto is not None:
         series.append(Series("auto", [auto["step_time_s"]], [auto["architectural_mean_updates"]], 4, dots=True))
@@ -216,16 +218,6 @@ def picture(workload: Mapping[str, Any]) -> str:
         Axis("mean architectural staleness (updates)", low=0.0 if all(min(one.ys) >= 0 for one in series) else None),
     )
     return _stand_alone(svg, workload["name"], keys)
-
-
-def _cut(line: list[tuple[float, float]], edge_s: float) -> tuple[list[float], list[float]]:
-    """The line up to the picture's edge, where it ends on the way to the next point."""
-    inside = [point for point in line if point[0] <= edge_s]
-    after = line[len(inside) : len(inside) + 1]
-    if inside and after:
-        (x0, y0), (x1, y1) = inside[-1], after[0]
-        inside.append((edge_s, y0 + (y1 - y0) * (edge_s - x0) / (x1 - x0)))
-    return [x for x, _ in inside], [y for _, y in inside]
 
 
 def _stand_alone(svg: str, name: str, keys: list[tuple[str, int, str]]) -> str:
