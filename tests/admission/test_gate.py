@@ -1,4 +1,4 @@
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knittrans_jax.admission import events as ev
@@ -96,6 +96,7 @@ def test_beyond_the_run_s_last_batch_only_what_finishes_it_is_launched():
     assert launch_all(gate, state) == {(): 2}
 
 
+@settings(deadline=None)
 @given(feasible_rules(), st.integers(0, 3), st.data())
 def test_gate_and_admission_together_never_get_stuck(case: Case, look_ahead: int, data: st.DataObject):
     """Whatever order kinds are launched in and groups finish or fail in, every batch of the run gets finished."""
