@@ -66,6 +66,8 @@ class RunArithmetic:
     chunk_bytes: int
     """Host memory of one chunk over all shards."""
     encoder_input_bytes_max: int
+    encoder_rows_per_shard: tuple[int, ...]
+    """Every number of encoder rows that a plan may have: the encoder's programs are compiled for at most so many shapes."""
     storage_groups: int
     """Groups that all storage units certainly have room for."""
 
@@ -296,6 +298,7 @@ def _arithmetic(
         mini_batch_payload_bytes_max=worst.payload_bytes,
         chunk_bytes=worst.chunk_bytes,
         encoder_input_bytes_max=worst.encoder_bytes,
+        encoder_rows_per_shard=worst.encoder_shapes if patches else (),
         storage_groups=hosts * (config.rollout.storage_bytes // group_bytes),
     )
 
@@ -336,7 +339,14 @@ def arithmetic_panel(config: Config, one: RunArithmetic) -> RenderableType:
             else "kept by choosing groups that fit; a mini-batch may have to wait for shorter ones"
         )
         grid.add_row("token budget", f"{one.mini_batch_tokens:,} a mini-batch, {holds}")
-    grid.add_row("images", f"at most {one.image_patches_max} patches" if one.image_patches_max else "none")
+    shapes = len(one.encoder_rows_per_shard)
+    grid.add_row(
+        "images",
+        f"at most {one.image_patches_max} patches; at most {one.encoder_rows_per_shard[-1]} rows of "
+        f"{config.train.encoder_row_patches} a shard, in {shapes} shape{'s' if shapes > 1 else ''} at most"
+        if one.image_patches_max
+        else "none",
+    )
     grid.add_row(
         "bytes, at most",
         f"{size(one.mini_batch_payload_bytes_max)} of payload a mini-batch, {size(one.group_bytes_max)} a group; "

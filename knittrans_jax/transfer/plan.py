@@ -234,6 +234,8 @@ class WorstCase:
     """Host bytes of one chunk over all shards."""
     encoder_bytes: int
     """Host bytes of the encoder's input over all shards."""
+    encoder_shapes: tuple[int, ...]
+    """All numbers of encoder rows that a shard may have; empty without images. Each is compiled for once, if it comes."""
 
 
 def worst_case(
@@ -250,16 +252,18 @@ def worst_case(
     chunk_micro_batches: int,
     encoder_row_patches: int,
 ) -> WorstCase:
-    """Bytes of a mini-batch whose every trajectory has the greatest length and whose every image differs."""
+    """Bytes and shapes of a mini-batch whose every trajectory has the greatest length and whose every image differs."""
     images = groups * images_per_group
     per_row = max(1, encoder_row_patches // max(1, image_patches))
-    rows = shards * bucket_rows(math.ceil(math.ceil(images / per_row) / shards))
+    # Best fit opens a row only for what fits into no other, so all rows but one hold `per_row` images or more.
+    most = bucket_rows(math.ceil(math.ceil(images / per_row) / shards))
     pixel_bytes_per_patch = math.ceil(image_bytes / max(1, image_patches))
     return WorstCase(
         payload_bytes=groups * trajectories_per_group * max_length_tokens * TRAJECTORY_BYTES_PER_TOKEN
         + images * image_bytes,
         chunk_bytes=shards * micro_batch_rows * chunk_micro_batches * row_tokens * CHUNK_BYTES_PER_TOKEN,
-        encoder_bytes=rows * encoder_row_patches * (pixel_bytes_per_patch + IMAGE_BYTES_PER_PATCH),
+        encoder_bytes=shards * most * encoder_row_patches * (pixel_bytes_per_patch + IMAGE_BYTES_PER_PATCH),
+        encoder_shapes=tuple(1 << power for power in range(most.bit_length())),
     )
 
 

@@ -1,4 +1,4 @@
-import dataclasses
+import math
 from random import Random
 
 import msgspec
@@ -219,4 +219,28 @@ def test_the_worst_case_covers_a_full_mini_batch():
     )
     assert worst.payload_bytes == 2 * (4 * ROW * 13 + 4 * 192)
     assert worst.chunk_bytes == 2 * 2 * ROW * 34
-    assert all(value > 0 for value in dataclasses.astuple(worst))
+    assert worst.encoder_bytes > 0
+    assert worst.encoder_shapes == (1,)
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_the_encoder_has_as_few_shapes_as_announced(groups: int, pictures: int, shards: int) -> None:
+    """However many pictures of whatever sizes come, up to the most: a plan's rows a shard are one of the shapes."""
+    worst = worst_case(
+        groups=groups,
+        trajectories_per_group=1,
+        max_length_tokens=ROW,
+        images_per_group=pictures,
+        image_bytes=1,
+        image_patches=ENCODER_ROW,
+        shards=shards,
+        row_tokens=ROW,
+        micro_batch_rows=1,
+        chunk_micro_batches=1,
+        encoder_row_patches=ENCODER_ROW,
+    )
+    assert len(worst.encoder_shapes) <= math.log2(groups * pictures) + 2
+    for shown in range(1, pictures + 1):
+        metas = [group(g, [4], [image(g * pictures + i) for i in range(shown)]) for g in range(groups)]
+        assert lay_out(metas, shards=shards).encoder_rows_per_shard in worst.encoder_shapes
