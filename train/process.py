@@ -2,7 +2,8 @@
 
 One update, on the main thread, in the order that every process of the group follows:
 
-1. take chunk 0 from the loader: its rows are here, and the scheduler says that every process holds theirs;
+1. take chunk 0 from the loader: its rows are here, and the scheduler says that every process holds theirs; rows that several
+   processes own, each of which pulled a part, are gathered first;
 2. encode the mini-batch's unique images (when it has any, and they are not encoded micro-batch by micro-batch);
 3. accumulate chunk by chunk, while the loader's thread brings the next one;
 4. finish: one encoder backward, sums over shards, clip, update: version V becomes V + 1;
@@ -38,6 +39,7 @@ from knittrans_jax.train.together import Together, mesh_barrier
 from knittrans_jax.trajectory import MiniBatchPlan
 from knittrans_jax.transfer.control import ControlClient, ControlError
 from knittrans_jax.transfer.loader import Chunk, ChunkLoader, LoaderError, LoaderOptions, split_wait
+from knittrans_jax.transfer.matching import Gather
 from knittrans_jax.transfer.pull import Payload, UnitClients
 from knittrans_jax.transfer.relay import RelayServer
 from knittrans_jax.transfer.weights import WeightsError, WeightWriter
@@ -239,12 +241,13 @@ class Trainer:
         """Begins at version 0."""
         self.config = config
         self.programs = programs = setup.programs
-        together = Together(mesh_barrier(programs.mesh, config.train.compile_timeout_s))
+        self._together = together = Together(mesh_barrier(programs.mesh, config.train.compile_timeout_s))
         self._encode_images, self._insert = together(programs.encode), together(programs.insert)
         self._encode_and_keep = together(programs.encode_and_keep)
         self._accumulate = together(programs.accumulate)
         self._accumulate_copies = together(programs.accumulate_copies)
         self._finish = together(programs.finish)
+        self._gathers: dict[Gather, Gather] = {}
         self.state: TrainState = setup.state
         self.version = 0
         self.waits_s: dict[str, float] = collections.defaultdict(float)
@@ -256,6 +259,7 @@ class Trainer:
         self._residuals: Residuals | None = None
         self._sums: Sums | None = None
         self._pulled_bytes = self._relayed_bytes = 0
+        self._gathered_bytes = 0
         self._began_s = 0.0
 
     def take(self, chunk: Chunk) -> None:
@@ -264,6 +268,9 @@ class Trainer:
         copies = chunk.mode in ("per_micro_batch", "per_micro_batch_unique")
         if chunk.first:
             self._began_s = time.monotonic()
+        chunk = chunk.whole(self._gather)  # rows that several processes own: the first collective of all
+        self._gathered_bytes += chunk.gathered_bytes
+        if chunk.first:
             self._encode(chunk)
             table_rows = 0 if self._images is None or self._table is None else self._table.shape[0]
             self._sums = self.programs.start(params, table_rows, copies)
@@ -275,6 +282,11 @@ class Trainer:
             self._sums = self._accumulate(params, self._table, chunk.arrays, self._sums)
         if chunk.last:
             self._update(chunk)
+
+    def _gather(self, gather: Gather) -> Gather:
+        if gather not in self._gathers:
+            self._gathers[gather] = self._together(gather)
+        return self._gathers[gather]
 
     def _encode(self, chunk: Chunk) -> None:
         """The table of the mini-batch whose first chunk this is, and the images that its cotangent goes back through."""
@@ -303,6 +315,7 @@ class Trainer:
             "compile_s": self._compilations.seconds,
             "weight_stall_s": self._writer.stall_s,
             "weight_bytes": self._writer.written_bytes,
+            "gathered_bytes": self._gathered_bytes,
         }
 
     def _update(self, chunk: Chunk) -> None:

@@ -5,8 +5,8 @@ chunk 0 also the encoder rows) -> pack -> global arrays -> tell the scheduler th
 
 What it guarantees:
 
-* which rows a process pulls follows from the shardings themselves; nothing else is pulled (the baselines `dispatch` and
-  `gather` pull what they say, see below);
+* which rows a process pulls follows from the shardings themselves; nothing else is pulled, and what several processes own is
+  pulled by one of them (`transfer/matching.py`; the baselines `dispatch` and `gather` pull what they say, see below);
 * nothing that can fail on one process alone happens after the go;
 * the thread runs no collective;
 * a failure surfaces in `next()` with its cause; `close()` returns soon, whatever the thread waits for;
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ from knittrans_jax.trajectory import MiniBatchPlan
 from knittrans_jax.transfer import pack
 from knittrans_jax.transfer.batch import CHUNK_ROW_AXIS, ChunkArrays, ImageArrays
 from knittrans_jax.transfer.control import ControlError
+from knittrans_jax.transfer.matching import Gather, Matching, rows_to_feed
 from knittrans_jax.transfer.pull import Payload, UnitClients, shown_images
 from knittrans_jax.transfer.relay import RelayServer
 
@@ -106,7 +108,7 @@ class Chunk:
     plan: MiniBatchPlan
     index: int
     arrays: ChunkArrays
-    """Global `jax.Array`s."""
+    """Global `jax.Array`s; where `gather_arrays` is given, `whole()` makes them what `ChunkArrays` says."""
     mode: Mode | None
     """How the plan's images are encoded; None: it has none."""
     keep_residuals: bool
@@ -125,6 +127,21 @@ class Chunk:
     """Payload bytes that this process pulled from storage units for this chunk."""
     relayed_bytes: int
     """`gather`: payload bytes that it got from process 0."""
+    gather_arrays: Gather | None = None
+    gather_images: Gather | None = None
+    gathered_bytes: int = 0
+    """Packed bytes that this process gets from others when the chunk is made whole."""
+
+    def whole(self, prepare: Callable[[Gather], Gather] = lambda gather: gather) -> Chunk:
+        """The chunk with every array as its consumer's sharding has it. A collective where processes share rows: the main
+        thread calls it, on every process, in plan order. `prepare` wraps a program before it is run.
+        """
+        arrays, images = self.arrays, self.images
+        if self.gather_arrays is not None:
+            arrays = prepare(self.gather_arrays)(arrays)
+        if self.gather_images is not None and images is not None:
+            images = prepare(self.gather_images)(images)
+        return dataclasses.replace(self, arrays=arrays, images=images, gather_arrays=None, gather_images=None)
 
     @property
     def first(self) -> bool:
@@ -141,15 +158,6 @@ def split_wait(start_s: float, end_s: float, plan_arrived_s: float) -> tuple[flo
     """Splits a wait for a chunk -> (waited for groups: until the plan was known; waited for data: after that)."""
     known_s = min(max(plan_arrived_s, start_s), end_s)
     return known_s - start_s, end_s - known_s
-
-
-def rows_to_feed(sharding: Sharding, global_shape: Sequence[int], axis: int) -> list[int]:
-    """The global rows on `axis` that this process's devices own, sorted."""
-    rows: set[int] = set()
-    for index in sharding.addressable_devices_indices_map(tuple(global_shape)).values():
-        if index is not None:
-            rows.update(range(*index[axis].indices(global_shape[axis])))
-    return sorted(rows)
 
 
 class ChunkLoader:
@@ -239,7 +247,10 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
         self._options, self._stop = options, stop
         self._scheduler: Scheduler | None = None
         self._clients = UnitClients(options.peer, options.pull_timeout_s, options.pull_retries, stop.is_set)
-        self._pixels: pack.Pixels = "uint8" if options.transfer == "on_demand" else "float32"
+        on_demand = options.transfer == "on_demand"
+        self._pixels: pack.Pixels = "uint8" if on_demand else "float32"
+        self._rows = Matching(options.chunk_sharding, CHUNK_ROW_AXIS, split=on_demand)
+        self._encoder_rows = Matching(options.image_sharding, 0, split=on_demand)
         self._begin_after(options.after_plan)
 
     def _begin_after(self, plan_id: int) -> None:
@@ -350,64 +361,74 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
         else:
             self._relayed_bytes += work.payload.bytes
 
-    def _pull_for(self, work: _Work, index: int, placements: Sequence[int]) -> None:
-        """`on_demand`: these rows, and of the images that are read now those that did not come before."""
-        plan, held = work.plan, work.payload
-        if work.encoder.copies is not None:
-            wanted = sorted(set(shown_images(plan, placements)))
+    def _pull_for(self, work: _Work, index: int, cells: Sequence[pack.Cell | None]) -> None:
+        """`on_demand`: these cells, and of the images that are read now those that did not come before."""
+        plan, held, copies = work.plan, work.payload, work.encoder.copies
+        if copies is not None:
+            wanted = pack.copies_needs(plan, index, self._copies_cells(work), copies)
         else:
             wanted = self._encoder_needs(work) if index == 0 else []
         missing = [image for image in wanted if plan.images[image].digest not in held.media]
-        pulled = self._clients.pull(plan, placements, missing, self._options.spec)
+        pulled = self._clients.pull(plan, pack.cell_needs(plan, index, cells), missing, self._options.spec)
         held.trajectories = pulled.trajectories  # the rows of earlier chunks are on the device
         held.media.update(pulled.media)
         self._pulled_bytes += pulled.bytes
 
     def _encoder_needs(self, work: _Work) -> list[int]:
-        """Indices of the plan's images that lie in this process's encoder rows."""
+        """Indices of the plan's images that lie in the encoder rows that this process brings."""
         encode = work.encoder.encode
         if encode is None:
             return []
-        rows = rows_to_feed(self._options.image_sharding, pack.image_shape(encode, self._options.spec), 0)
-        mine = {encode.images[image].digest for image in pack.image_needs(encode, rows)}
+        mine = {encode.images[image].digest for image in pack.image_needs(encode, self._encoder_cells(encode))}
         return [index for index, image in enumerate(work.plan.images) if image.digest in mine]
+
+    def _encoder_cells(self, encode: MiniBatchPlan) -> list[int | None]:
+        cells = self._encoder_rows.cells(1, pack.image_shape(encode, self._options.spec)[0])
+        return [None if cell is None else cell[1] for cell in cells]
+
+    def _copies_cells(self, work: _Work) -> list[pack.Cell | None]:
+        assert work.encoder.copies is not None
+        return self._rows.cells(*pack.copies_shape(work.plan, work.encoder.copies, self._options.spec)[:2])
 
     # --- chunks ---------------------------------------------------------------------------------------------------------
 
     def _bring(self, work: _Work, index: int) -> Chunk:
         options, spec, plan, encoder = self._options, self._options.spec, work.plan, work.encoder
         shape = pack.chunk_shape(plan)
-        rows = rows_to_feed(options.chunk_sharding, shape, CHUNK_ROW_AXIS)
+        cells = self._rows.cells(*shape[:2])
         if not work.whole:
-            self._pull_for(work, index, pack.chunk_needs(plan, index, rows))
+            self._pull_for(work, index, cells)
         media = work.payload.media
 
         images: ImageArrays | None = None
+        gather_images: Gather | None = None
         insert: jax.Array | None = None
+        gathered = 0
         if encoder.copies is not None:
-            copies_shape = pack.copies_shape(plan, encoder.copies, spec)
-            encoder_rows = rows_to_feed(options.chunk_sharding, copies_shape, CHUNK_ROW_AXIS)
-            packed = pack.pack_copies(plan, index, rows, encoder_rows, media, spec, encoder.copies, self._pixels)
-            images = ImageArrays(*_to_mesh(packed, options.chunk_sharding, CHUNK_ROW_AXIS, copies_shape[1]))
+            sizes = pack.copies_shape(plan, encoder.copies, spec)[:2]
+            packed = pack.pack_copies(plan, index, self._copies_cells(work), media, spec, encoder.copies, self._pixels)
+            made, gather_images, gathered = _to_mesh(packed, self._rows, sizes)
+            images = ImageArrays(*made)
         elif index == 0 and encoder.encode is not None:
-            image_shape = pack.image_shape(encoder.encode, spec)
-            encoder_rows = rows_to_feed(options.image_sharding, image_shape, 0)
-            packed = pack.pack_images(encoder.encode, encoder_rows, media, spec, self._pixels)
-            images = ImageArrays(*_to_mesh(packed, options.image_sharding, 0, image_shape[0]))
+            sizes = (1, pack.image_shape(encoder.encode, spec)[0])
+            packed = pack.pack_images(encoder.encode, self._encoder_cells(encoder.encode), media, spec, self._pixels)
+            made, gather_images, gathered = _to_mesh(packed, self._encoder_rows, sizes)
+            images = ImageArrays(*made)
             if encoder.insert is not None:
                 rows_N = encoder.insert
                 insert = jax.make_array_from_callback(rows_N.shape, options.replicated_sharding, lambda at: rows_N[at])
-        packed = pack.pack_chunk(
+        packed = pack.pack_cells(
             plan,
             index,
-            rows,
+            cells,
             work.payload.trajectories,
             options.advantages,
             spec,
             encoder.copies,
             encoder.table_rows,
         )
-        arrays = ChunkArrays(*_to_mesh(packed, options.chunk_sharding, CHUNK_ROW_AXIS, shape[1]))
+        made, gather_arrays, gathered_rows = _to_mesh(packed, self._rows, shape[:2])
+        arrays = ChunkArrays(*made)
 
         held = ChunkHeld(process=options.process, incarnation=options.incarnation, plan_id=plan.plan_id, chunk=index)
         reply = self._ask(held)
@@ -432,16 +453,25 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
             ready_s=time.monotonic(),
             pulled_bytes=pulled,
             relayed_bytes=relayed,
+            gather_arrays=gather_arrays,
+            gather_images=gather_images,
+            gathered_bytes=gathered + gathered_rows,
         )
 
 
-def _to_mesh(arrays: Sequence[np.ndarray], sharding: Sharding, axis: int, rows: int) -> list[jax.Array]:
-    """Global arrays from this process's rows; `rows` is the global size of `axis`."""
-    made = []
-    for array in arrays:
-        shape = (*array.shape[:axis], rows, *array.shape[axis + 1 :])
-        made.append(jax.make_array_from_process_local_data(sharding, array, shape))
-    return made
+def _to_mesh(
+    arrays: Sequence[np.ndarray], matching: Matching, sizes: tuple[int, int]
+) -> tuple[list[jax.Array], Gather | None, int]:
+    """Global arrays from this process's cells -> (arrays; how they become whole; bytes that this brings from other processes).
+
+    `sizes`: micro-batches and rows, over all processes.
+    """
+    made = [matching.to_mesh(array, *sizes) for array in arrays]
+    if not matching.gathers:
+        return made, None, 0
+    cell_bytes = sum(array.itemsize * math.prod(array.shape[1:]) for array in arrays)
+    brought = sum(cell is not None for cell in matching.cells(*sizes))
+    return made, matching.gather(*sizes), (matching.owned(*sizes) - brought) * cell_bytes
 
 
 __all__ = [
@@ -451,6 +481,5 @@ __all__ = [
     "LoaderOptions",
     "PlanChunks",
     "TransferMode",
-    "rows_to_feed",
     "split_wait",
 ]

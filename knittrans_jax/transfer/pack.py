@@ -4,14 +4,15 @@ What it guarantees: the arrays depend on the plan, the payloads and which rows a
 own rows and together they are the mini-batch; a payload that is not what the plan says (length, grid, placeholders) is an
 error that names group and trajectory, before anything reaches a device.
 
-`rows` and `encoder_rows` are sorted global row numbers on the axes R and ER of `knittrans_jax.transfer.batch`.
+`rows` and `encoder_rows` are global row numbers on the axes R and ER of `knittrans_jax.transfer.batch`; a cell is one row of
+one micro-batch of a chunk.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -35,6 +36,8 @@ Advantages = Callable[[Sequence[float]], np.ndarray]
 """Rewards of a group's trajectories -> float32 advantages."""
 
 
+Cell = tuple[int, int]
+"""(micro-batch of a chunk, global row)."""
 Pixels = Literal["uint8", "float32"]
 """Type of pixel values, 0 to 255 in either: as they are stored, or as the baselines ship them."""
 
@@ -117,17 +120,33 @@ def copies_shape(plan: MiniBatchPlan, layout: CopiesLayout, spec: PackSpec) -> t
     return plan.chunk_micro_batches, rows, plan.encoder_row_patches, spec.patch_values
 
 
-def chunk_needs(plan: MiniBatchPlan, chunk: int, rows: Sequence[int]) -> list[int]:
-    """Indices of the placements of a chunk that lie in these rows."""
-    mine = set(rows)
+def product_cells(micro_batches: int, rows: Sequence[int]) -> list[Cell]:
+    """All cells of these rows, micro-batch by micro-batch."""
+    return [(c, r) for c in range(micro_batches) for r in rows]
+
+
+def cell_needs(plan: MiniBatchPlan, chunk: int, cells: Iterable[Cell | None]) -> list[int]:
+    """Indices of the placements of a chunk that lie in these cells."""
+    mine = set(cells)
     return [
         index
         for index, placement in enumerate(plan.placements)
-        if chunk_of(plan, placement) == chunk and chunk_row(plan, placement)[1] in mine
+        if chunk_of(plan, placement) == chunk and chunk_row(plan, placement) in mine
     ]
 
 
-def image_needs(plan: MiniBatchPlan, encoder_rows: Sequence[int]) -> list[int]:
+def chunk_needs(plan: MiniBatchPlan, chunk: int, rows: Sequence[int]) -> list[int]:
+    """Indices of the placements of a chunk that lie in these rows."""
+    return cell_needs(plan, chunk, product_cells(plan.chunk_micro_batches, rows))
+
+
+def copies_needs(plan: MiniBatchPlan, chunk: int, cells: Iterable[Cell | None], copies: CopiesLayout) -> list[int]:
+    """Indices of the images whose copies lie in these cells (micro-batch, encoder row) of a chunk, each once."""
+    mine = set(cells)
+    return sorted({image for cell, _, image in _copies(plan, chunk, copies) if cell in mine})
+
+
+def image_needs(plan: MiniBatchPlan, encoder_rows: Iterable[int | None]) -> list[int]:
     """Indices of the images that lie in these encoder rows."""
     mine = set(encoder_rows)
     return [index for index, image in enumerate(plan.images) if encoder_row(plan, image) in mine]
@@ -143,13 +162,30 @@ def pack_chunk(
     copies: CopiesLayout | None = None,
     table_rows: Mapping[str, np.ndarray] | None = None,
 ) -> ChunkArrays:
-    """The chunk's arrays for these rows, R = len(rows).
+    """The chunk's arrays for these rows, R = len(rows); `pack_cells` has the other arguments."""
+    c = plan.chunk_micro_batches
+    cells = product_cells(c, rows)
+    packed = pack_cells(plan, chunk, cells, trajectories, advantages, spec, copies, table_rows)
+    return ChunkArrays(*(array.reshape(c, len(rows), *array.shape[1:]) for array in packed))
+
+
+def pack_cells(
+    plan: MiniBatchPlan,
+    chunk: int,
+    cells: Sequence[Cell | None],
+    trajectories: Mapping[int, Trajectory],
+    advantages: Advantages,
+    spec: PackSpec,
+    copies: CopiesLayout | None = None,
+    table_rows: Mapping[str, np.ndarray] | None = None,
+) -> ChunkArrays:
+    """The chunk's arrays for these cells: `ChunkArrays` with one leading axis, len(cells), in place of C and R.
 
     Args:
         plan: the mini-batch.
         chunk: which of its chunks.
-        rows: sorted global rows.
-        trajectories: by placement index, at least those of `chunk_needs`.
+        cells: (micro-batch, global row); None is padding.
+        trajectories: by placement index, at least those of `cell_needs`.
         advantages: rewards of a group -> advantages.
         spec: the model's image geometry.
         copies: given, `table_index` points into the micro-batch's own copies on its shard, not into the global table.
@@ -158,13 +194,13 @@ def pack_chunk(
     Raises:
         PackError: a trajectory is not what the plan says.
     """
-    row_at = {row: at for at, row in enumerate(rows)}
-    c, t = plan.chunk_micro_batches, plan.row_tokens
-    shape = (c, len(rows), t)
+    place_of = {cell: at for at, cell in enumerate(cells) if cell is not None}
+    t = plan.row_tokens
+    shape = (len(cells), t)
     arrays = ChunkArrays(
         tokens=np.zeros(shape, np.int32),
         segment_ids=np.zeros(shape, np.int32),
-        positions=np.zeros((c, len(rows), 3, t), np.int32),
+        positions=np.zeros((len(cells), 3, t), np.int32),
         sampled=np.zeros(shape, np.bool_),
         fresh=np.zeros(shape, np.bool_),
         behaviour_logprobs=np.zeros(shape, np.float32),
@@ -172,26 +208,26 @@ def pack_chunk(
         table_index=np.full(shape, -1, np.int32),
     )
     advantages_of: dict[int, list[np.ndarray]] = {}
-    segments: dict[tuple[int, int], int] = {}
-    for index in sorted(chunk_needs(plan, chunk, rows), key=lambda i: plan.placements[i].offset):
+    segments: dict[int, int] = {}
+    for index in sorted(cell_needs(plan, chunk, cells), key=lambda i: plan.placements[i].offset):
         placement = plan.placements[index]
         trajectory = trajectories[index]
         where = f"group {plan.groups[placement.group].group_id}, trajectory {placement.trajectory}"
         if len(trajectory.tokens_T) != placement.length:
             raise PackError(f"{where}: {len(trajectory.tokens_T)} tokens came, the plan says {placement.length}")
-        micro_batch, row = chunk_row(plan, placement)
-        at = (micro_batch, row_at[row], slice(placement.offset, placement.offset + placement.length))
-        segments[at[:2]] = segments.get(at[:2], 0) + 1
+        place = place_of[chunk_row(plan, placement)]
+        at = (place, slice(placement.offset, placement.offset + placement.length))
+        segments[place] = segments.get(place, 0) + 1
         if placement.group not in advantages_of:
             advantages_of[placement.group] = _answer_advantages(plan.groups[placement.group], advantages)
         sampled = trajectory.sampled_T
         arrays.tokens[at] = trajectory.tokens_T
-        arrays.segment_ids[at] = segments[at[:2]]
+        arrays.segment_ids[at] = segments[place]
         arrays.sampled[at] = sampled
         arrays.fresh[at] = sampled & bool((trajectory.versions_T[sampled] == plan.update).all())
         arrays.behaviour_logprobs[at] = trajectory.behaviour_logprobs_T
         arrays.advantages[at] = _by_token(sampled, advantages_of[placement.group][placement.trajectory], where)
-        arrays.positions[at[0], at[1], :, at[2]] = _positions(plan, placement, trajectory, spec, where)
+        arrays.positions[place, :, at[1]] = _positions(plan, placement, trajectory, spec, where)
         if placement.images:
             table = _table_rows(plan, index, placement, spec, copies, table_rows)
             arrays.table_index[at][trajectory.tokens_T == spec.image_token_id] = table
@@ -200,7 +236,7 @@ def pack_chunk(
 
 def pack_images(
     plan: MiniBatchPlan,
-    encoder_rows: Sequence[int],
+    encoder_rows: Sequence[int | None],
     media: Mapping[str, np.ndarray],
     spec: PackSpec,
     pixels: Pixels = "uint8",
@@ -209,7 +245,7 @@ def pack_images(
 
     Args:
         plan: the mini-batch.
-        encoder_rows: sorted global encoder rows.
+        encoder_rows: global encoder rows; None is padding.
         media: [H, W, C] by digest, at least those of `image_needs`.
         spec: the model's image geometry.
         pixels: their type, and that of the packed patches.
@@ -217,7 +253,7 @@ def pack_images(
     Raises:
         PackError: an image is not what the plan says.
     """
-    row_at = {row: at for at, row in enumerate(encoder_rows)}
+    row_at = {row: at for at, row in enumerate(encoder_rows) if row is not None}
     arrays = _empty_images((len(encoder_rows),), plan, spec, pixels)
     entries = (
         (row_at[encoder_row(plan, image)], image.offset, image)
@@ -230,31 +266,35 @@ def pack_images(
 def pack_copies(
     plan: MiniBatchPlan,
     chunk: int,
-    rows: Sequence[int],
-    encoder_rows: Sequence[int],
+    cells: Sequence[Cell | None],
     media: Mapping[str, np.ndarray],
     spec: PackSpec,
     copies: CopiesLayout,
     pixels: Pixels = "uint8",
 ) -> ImageArrays:
-    """The shown images of the chunk's micro-batches, as `copies` has them: `ImageArrays` with a leading axis C.
+    """Images that the chunk's micro-batches show, as `copies` has them: `ImageArrays`, ER = len(cells).
 
-    `rows` and `encoder_rows` must belong to the same shards.
+    `cells`: (micro-batch, global encoder row), None is padding. `media`: at least those of `copies_needs`.
     """
-    row_at = {row: at for at, row in enumerate(encoder_rows)}
-    arrays = _empty_images((plan.chunk_micro_batches, len(encoder_rows)), plan, spec, pixels)
-    for micro_batch in range(plan.chunk_micro_batches):
-        entries = {}
-        for index in chunk_needs(plan, chunk, rows):
-            placement = plan.placements[index]
-            if chunk_row(plan, placement)[0] != micro_batch:
-                continue
+    place_of = {cell: at for at, cell in enumerate(cells) if cell is not None}
+    arrays = _empty_images((len(cells),), plan, spec, pixels)
+    entries = {
+        (place_of[cell], offset): plan.images[image]
+        for cell, offset, image in _copies(plan, chunk, copies)
+        if cell in place_of
+    }
+    _fill_images(arrays, ((place, offset, image) for (place, offset), image in entries.items()), media, spec)
+    return arrays
+
+
+def _copies(plan: MiniBatchPlan, chunk: int, copies: CopiesLayout) -> Iterator[tuple[Cell, int, int]]:
+    """(cell, offset, image) of everything that the chunk's micro-batches show."""
+    for index, placement in enumerate(plan.placements):
+        if chunk_of(plan, placement) == chunk:
+            micro_batch, _ = chunk_row(plan, placement)
             for number, image in enumerate(placement.images):
                 row, offset = copies.places[index, number]
-                entries[row_at[placement.shard * copies.rows_per_shard + row], offset] = plan.images[image]
-        placed = ((row, offset, image) for (row, offset), image in entries.items())
-        _fill_images(ImageArrays(*(a[micro_batch] for a in arrays)), placed, media, spec)
-    return arrays
+                yield (micro_batch, placement.shard * copies.rows_per_shard + row), offset, image
 
 
 def _answer_advantages(group: PlannedGroup, advantages: Advantages) -> list[np.ndarray]:

@@ -35,7 +35,8 @@ from knittrans_jax.train.setup import TrainSetup
 from knittrans_jax.train.step import StepPrograms
 from knittrans_jax.trajectory import GroupMeta, MediaMeta, MiniBatchPlan, Trajectory, TrajectoryMeta, media_digest
 from knittrans_jax.transfer import tickets
-from knittrans_jax.transfer.loader import ChunkLoader, LoaderOptions, rows_to_feed
+from knittrans_jax.transfer.loader import ChunkLoader, LoaderOptions
+from knittrans_jax.transfer.matching import rows_to_feed
 from knittrans_jax.transfer.pack import PackSpec
 from knittrans_jax.transfer.relay import RelayServer
 

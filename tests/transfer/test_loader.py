@@ -47,7 +47,9 @@ KEY = tickets.new_key()
 UPDATE = 4
 
 
-def make_group(rng: np.random.Generator, group_id: int, images: list[np.ndarray]) -> tuple[GroupMeta, GroupPayload]:
+def make_group(
+    rng: np.random.Generator, group_id: int, images: list[np.ndarray], patch: int = 2
+) -> tuple[GroupMeta, GroupPayload]:
     """Three ragged trajectories; each shows the group's images, the first of them twice."""
     shown = [*range(len(images)), 0] if images else []
     trajectories, metas = [], []
@@ -56,7 +58,7 @@ def make_group(rng: np.random.Generator, group_id: int, images: list[np.ndarray]
         for index in shown:
             tokens += list(rng.integers(3, 50, rng.integers(1, 4)))
             height, width, _ = images[index].shape
-            tokens += [IMAGE_TOKEN] * (height * width // 16)
+            tokens += [IMAGE_TOKEN] * (height * width // (2 * patch) ** 2)
         tokens += list(rng.integers(3, 50, rng.integers(2, 6)))
         tokens_T = np.asarray(tokens, np.int32)
         sampled_T = (rng.random(len(tokens)) < 0.5) & (tokens_T != IMAGE_TOKEN)
@@ -91,7 +93,7 @@ def make_group(rng: np.random.Generator, group_id: int, images: list[np.ndarray]
         group_id=group_id, trajectories=tuple(trajectories), media={media_digest(image): image for image in images}
     )
     media = tuple(
-        MediaMeta(digest=media_digest(i), grid_h=i.shape[0] // 2, grid_w=i.shape[1] // 2, size_bytes=i.nbytes)
+        MediaMeta(digest=media_digest(i), grid_h=i.shape[0] // patch, grid_w=i.shape[1] // patch, size_bytes=i.nbytes)
         for i in images
     )
     meta = GroupMeta(
