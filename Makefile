@@ -12,6 +12,7 @@ VENV := .venv
 VENV_TPU := .venv-tpu
 VENV_PARITY := .venv-parity
 VENV_NEWEST := .venv-newest
+VENV_PEER := .venv-peer
 READY := $(VENV)/.ready
 READY_TPU := $(VENV_TPU)/.ready
 READY_PARITY := $(VENV_PARITY)/.ready
@@ -28,11 +29,12 @@ PYTHON_NEWEST ?= $(shell for python in python3.13 python3.12 \
 	"$$python" -c 'import ensurepip, sys; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
 	&& { echo "$$python"; break; }; done)
 
-.PHONY: help demo test lint typecheck test-tpu-compile test-parity test-newest clean
+.PHONY: help demo test peer lint typecheck test-tpu-compile test-parity test-newest clean
 
 help:
 	@echo "make demo              train the grid-lookup agent on this machine's CPU"
 	@echo "make test              the whole test suite"
+	@echo "make peer              TransferQueue in $(VENV_PEER), for knittrans bench wire peer_python=$(VENV_PEER)/bin/python"
 	@echo "make lint              ruff"
 	@echo "make typecheck         basedpyright"
 	@echo "make test-tpu-compile  compile every program for TPU topologies; needs no TPU"
@@ -76,6 +78,11 @@ test-newest: $(READY_NEWEST)
 	$(VENV_NEWEST)/bin/python -m pytest -m newest --ignore tests/tpu --ignore tests/parity $(PYTEST_ARGS)
 endif
 
+# The library that `knittrans bench wire` compares with: peer_python=.venv-peer/bin/python.
+peer:
+	"$(PYTHON)" -m venv $(VENV_PEER)
+	$(VENV_PEER)/bin/pip install -q torch==2.13.0 transferqueue
+
 # A stamp, so that nothing is installed again while pyproject.toml is the same.
 $(READY): pyproject.toml
 	$(call environment,$(VENV),.[dev])
@@ -100,4 +107,4 @@ define environment
 endef
 
 clean:
-	rm -rf $(VENV) $(VENV_TPU) $(VENV_NEWEST) $(VENV_PARITY) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VENV_TPU) $(VENV_NEWEST) $(VENV_PARITY) $(VENV_PEER) .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

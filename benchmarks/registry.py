@@ -32,6 +32,14 @@ BENCHES: dict[str, tuple[str, str]] = {
         "knittrans_jax.benchmarks.encoding",
         "an update by every way to encode images, against its FLOP bound; error of the gradient",
     ),
+    "transfer": (
+        "knittrans_jax.benchmarks.transfer",
+        "data wait of gather, dispatch and every step towards own rows, over links of a set rate; beside the predicted",
+    ),
+    "wire": (
+        "knittrans_jax.benchmarks.wire",
+        "the bulk channel beside a plain socket, over TLS, and beside TransferQueue's get; small-message round trips",
+    ),
     "noise": ("knittrans_jax.benchmarks.noise", "equal work against itself: what this machine cannot tell apart"),
 }
 """Name -> module, and what it measures."""

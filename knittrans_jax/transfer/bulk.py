@@ -6,7 +6,7 @@
     PUT    shapes | rows, media     ->
                                     <-     DONE                                       (or ERROR: refused, nothing kept)
     GET    rows, fields, media,     ->
-           type of their pixels     <-     DATA  shapes | rows, media                 (or ERROR: missing)
+           pixels' type, start      <-     DATA  shapes | rows, media                 (or ERROR: missing)
     LIST                            ->
                                     <-     HELD  groups
 
@@ -114,6 +114,8 @@ class Get(_Header, frozen=True):
     media: tuple[tuple[GroupId, Digest], ...]
     pixels: Literal["uint8", "float32"] = "uint8"
     """As stored, or as floats of the same values (what the baselines of `train.transfer` ship)."""
+    start_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    """How much of the response came over an earlier connection: the payload begins there."""
 
 
 class Data(_Header, frozen=True):
@@ -121,6 +123,8 @@ class Data(_Header, frozen=True):
 
     lengths: tuple[Size, ...]
     media: tuple[MediaShape, ...]
+    skipped_checksum: int = 0
+    """xxh3-64 of the first `start_bytes`; 0 when nothing is left out."""
 
 
 class HeldGroup(_Header, frozen=True):

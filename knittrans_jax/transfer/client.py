@@ -1,8 +1,8 @@
 """A storage unit's client: the engine puts groups with it, consumers pull with it.
 
 What it guarantees: every call ends within `(retries + 1) * timeout_s` and the pauses between; a broken connection is opened
-again with the ticket that the unit gave for the next one; what was received is whole and unchanged, or an error. Both `PUT`
-and `GET` may be repeated without harm. One thread at a time.
+again with the ticket that the unit gave for the next one, and a pull goes on where it was cut; what was received is whole and
+unchanged, or an error. Both `PUT` and `GET` may be repeated without harm. One thread at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import math
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
@@ -79,6 +80,8 @@ class ClientCounters:
     requests: int = 0
     connections: int = 0
     retries: int = 0
+    resumed_bytes: int = 0
+    """What a later connection needed not bring again."""
 
 
 class StorageClient:
@@ -94,6 +97,7 @@ class StorageClient:
         *,
         max_payload_bytes: int = 2**30,
         stopped: Callable[[], bool] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Connects at the first call.
 
@@ -105,6 +109,7 @@ class StorageClient:
             retries: attempts after the first.
             max_payload_bytes: most bytes that one response may bring.
             stopped: looked at before every attempt; true gives up at once.
+            tls: given, connections are TLS (`transfer/tls.py`).
         """
         self.address = address
         self.counters = ClientCounters()
@@ -112,6 +117,7 @@ class StorageClient:
         self._tickets: collections.deque[bytes] = collections.deque([ticket], maxlen=SPARE_TICKETS)
         self._limits = wire.Limits(MAX_HEADER_BYTES, max_payload_bytes)
         self._stopped = stopped or (lambda: False)
+        self._tls = tls
         self._socket: socket.socket | None = None  # greeted, and in step
         self._interruptible: socket.socket | None = None  # the same, or the one that is being greeted
 
@@ -143,13 +149,17 @@ class StorageClient:
             StorageRefused: the unit does not answer such a request.
             WireError: not done after all attempts.
         """
-        get = msgspec.msgpack.encode(Get(request.rows, request.fields, request.media, request.pixels))
+        response = _Response(request)
 
         def attempt(sock: socket.socket, deadline: wire.Deadline) -> Pulled:
-            wire.send_frame(sock, Kind.GET, get, deadline=deadline)
+            start_bytes = response.received_bytes
+            get = Get(request.rows, request.fields, request.media, request.pixels, start_bytes)
+            wire.send_frame(sock, Kind.GET, msgspec.msgpack.encode(get), deadline=deadline)
             prefix = self._receive(sock, deadline)
             _expect(prefix, Kind.DATA)
-            return _receive_data(sock, request, prefix, deadline)
+            if start_bytes:
+                self.counters.resumed_bytes += start_bytes
+            return response.receive(sock, prefix, deadline)
 
         pulled = self._attempts(f"pull {len(request.rows)} rows and {len(request.media)} images", attempt)
         self.counters.pulled_bytes += pulled.payload_bytes
@@ -216,7 +226,7 @@ class StorageClient:
             return self._socket
         if not self._tickets:
             raise TicketRefused("no ticket is left; renew() with a fresh one from the scheduler")
-        sock = wire.connect(self.address, self._timeout_s)
+        sock = wire.connect(self.address, self._timeout_s, self._tls)
         self._interruptible = sock
         try:
             if self._stopped():  # interrupt() may have come before it could see the socket
@@ -262,24 +272,58 @@ def _decode(prefix: wire.Prefix, header: type[_T]) -> _T:
         raise wire.WireProtocolError(f"a header that is no {header.__name__}: {error}") from error
 
 
-def _receive_data(sock: socket.socket, request: PullRequest, prefix: wire.Prefix, deadline: wire.Deadline) -> Pulled:
-    """Receives rows into one buffer and every image into its own, after checking that they are what was asked for."""
-    data = _decode(prefix, Data)
-    if len(data.lengths) != len(request.rows) or [m.digest for m in data.media] != [d for _, d in request.media]:
-        raise wire.WireProtocolError("the response is not what was asked for")
-    row_bytes = sum(data.lengths) * sum(dtype.itemsize for name, dtype in FIELDS.items() if name in request.fields)
-    pixel = np.dtype(request.pixels)
-    if row_bytes + sum(math.prod(image.shape) for image in data.media) * pixel.itemsize != prefix.payload_bytes:
-        raise wire.WireProtocolError(f"a payload of {prefix.payload_bytes} bytes, but its header speaks of other sizes")
-    rows = memoryview(bytearray(row_bytes))
-    images: dict[MediaShape, np.ndarray] = {}
-    for shape in data.media:
-        if shape not in images:
-            images[shape] = np.empty(shape.shape, pixel)
-    buffers = [images[shape].data.cast("B") for shape in data.media]  # further copies of an image fall on the first
-    wire.receive_payload(sock, prefix, [rows, *buffers], deadline)
-    return Pulled(
-        row_views(rows, data.lengths, request.fields),
-        {shape.digest: image for shape, image in images.items()},
-        prefix.payload_bytes,
-    )
+class _Response:
+    """What comes for one request, over as many connections as it takes: rows into one buffer, every image into its own."""
+
+    def __init__(self, request: PullRequest) -> None:
+        self._request = request
+        self._data: Data | None = None
+        self._rows = np.empty(0, np.uint8)
+        self._images: dict[MediaShape, np.ndarray] = {}
+        self._receiver: wire.Receiver | None = None
+
+    @property
+    def received_bytes(self) -> int:
+        """How much came before a connection broke: where the next response begins."""
+        return 0 if self._receiver is None else self._receiver.received_bytes
+
+    def receive(self, sock: socket.socket, prefix: wire.Prefix, deadline: wire.Deadline) -> Pulled:
+        """Receives a response, or the rest of it, after checking that it is what was asked for."""
+        data = _decode(prefix, Data)
+        if self._receiver is None or self._data is None:
+            receiver = self._begin(data, prefix)
+        else:
+            receiver = self._receiver
+            if (data.lengths, data.media) != (self._data.lengths, self._data.media):
+                self._receiver = None
+                raise wire.WireProtocolError("the response goes on otherwise than it began")
+            if receiver.received_bytes:
+                try:
+                    receiver.agree(data.skipped_checksum)
+                except wire.WireChecksumError:
+                    receiver.restart()
+                    raise
+        receiver.receive(sock, prefix, deadline)
+        return Pulled(
+            row_views(self._rows.data, data.lengths, self._request.fields),
+            {shape.digest: image for shape, image in self._images.items()},
+            receiver.total_bytes,
+        )
+
+    def _begin(self, data: Data, prefix: wire.Prefix) -> wire.Receiver:
+        request, pixel = self._request, np.dtype(self._request.pixels)
+        if len(data.lengths) != len(request.rows) or [m.digest for m in data.media] != [d for _, d in request.media]:
+            raise wire.WireProtocolError("the response is not what was asked for")
+        row_bytes = sum(data.lengths) * sum(dtype.itemsize for name, dtype in FIELDS.items() if name in request.fields)
+        if row_bytes + sum(math.prod(image.shape) for image in data.media) * pixel.itemsize != prefix.payload_bytes:
+            raise wire.WireProtocolError(
+                f"a payload of {prefix.payload_bytes} bytes, but its header speaks of other sizes"
+            )
+        self._data, self._rows = data, np.empty(row_bytes, np.uint8)
+        for shape in data.media:
+            if shape not in self._images:
+                self._images[shape] = np.empty(shape.shape, pixel)
+        # Further copies of an image fall on the first.
+        buffers = [self._images[shape].data.cast("B") for shape in data.media]
+        self._receiver = wire.Receiver([self._rows.data, *buffers])
+        return self._receiver

@@ -107,6 +107,7 @@ class Matching:
         """The consumer's mesh with every axis cut into its prime factors, outermost first -> (mesh, new names by old)."""
         assert isinstance(self.sharding, NamedSharding)
         mesh = self.sharding.mesh
+        assert isinstance(mesh, Mesh)
         sizes, names = [], {}
         for axis, size in mesh.shape.items():
             factors = _prime_factors(size)

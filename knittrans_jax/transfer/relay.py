@@ -16,6 +16,7 @@ from knittrans_jax.trajectory import GroupPayload, MiniBatchPlan, Trajectory
 from knittrans_jax.transfer import wire
 from knittrans_jax.transfer.bulk import Get
 from knittrans_jax.transfer.pull import Payload
+from knittrans_jax.transfer.rate import RateLimit
 from knittrans_jax.transfer.storage import StorageServer
 from knittrans_jax.transfer.storage_state import StorageState
 
@@ -39,7 +40,9 @@ class _RelayState(StorageState):
 class RelayServer(StorageServer):
     """The bulk channel of a training process that relays. `set_key` before any ticket is good."""
 
-    def __init__(self, unit: str, host: str, *, wait_s: float, request_timeout_s: float) -> None:
+    def __init__(
+        self, unit: str, host: str, *, wait_s: float, request_timeout_s: float, rate: RateLimit | None = None
+    ) -> None:
         """Binds and serves.
 
         Args:
@@ -47,9 +50,10 @@ class RelayServer(StorageServer):
             host: interface to listen on.
             wait_s: how long a request waits for a mini-batch to be offered.
             request_timeout_s: deadline of sending one response.
+            rate: as a storage unit's.
         """
         self._held = _RelayState(unit)
-        super().__init__(self._held, host, request_timeout_s=request_timeout_s)
+        super().__init__(self._held, host, request_timeout_s=request_timeout_s, rate=rate)
         self._wait_s = wait_s
         self._offered = threading.Condition(self._lock)
 

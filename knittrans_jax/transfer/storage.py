@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -46,6 +47,7 @@ from knittrans_jax.transfer.bulk import (
     row_views,
 )
 from knittrans_jax.transfer.control import ControlClient, ControlError, reachable_host
+from knittrans_jax.transfer.rate import RateLimit
 from knittrans_jax.transfer.storage_state import StorageMissing, StorageRefused, StorageState
 
 SYNC_S = 0.2
@@ -89,6 +91,8 @@ class StorageServer:
         idle_timeout_s: float = 3600.0,
         max_payload_bytes: int = 2**30,
         wall_clock: Callable[[], float] = time.time,
+        tls: ssl.SSLContext | None = None,
+        rate: RateLimit | None = None,
     ) -> None:
         """Binds and serves.
 
@@ -101,13 +105,15 @@ class StorageServer:
             idle_timeout_s: how long a peer may stay silent between requests before its connection is closed.
             max_payload_bytes: most bytes of one frame.
             wall_clock: seconds since the epoch, for the expiry of tickets.
+            tls: given, connections are TLS (`transfer/tls.py`).
+            rate: given, all connections together are served no faster.
         """
         self.counters = StorageCounters()
         self._state = state
         self._lock = threading.Lock()
         self._key: bytes | None = None
         self._replays = tickets.ReplayGuard()
-        self._wall_clock = wall_clock
+        self._wall_clock, self._tls, self._rate = wall_clock, tls, rate
         self._max_connections = max_connections
         self._request_timeout_s, self._idle_timeout_s = request_timeout_s, idle_timeout_s
         self._limits = wire.Limits(MAX_HEADER_BYTES, max_payload_bytes)
@@ -185,7 +191,10 @@ class StorageServer:
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            wire.prepare(sock)
+            if self._tls is not None:
+                sock = encrypted = self._encrypted(sock, self._tls)
+                encrypted.do_handshake()
             if self._greet(sock):
                 while not self._closing.is_set():
                     prefix = wire.receive_prefix(sock, self._limits, wire.Deadline(self._idle_timeout_s))
@@ -196,6 +205,8 @@ class StorageServer:
         except wire.WireError as error:
             self._count_dropped()
             self._send_last_error(sock, error)
+        except (ssl.SSLError, TimeoutError, ConnectionResetError):  # no TLS: nothing can be told
+            self._count_dropped()
         except msgspec.MsgspecError as error:
             self._count_dropped()
             self._send_last_error(sock, wire.WireProtocolError(f"a header that is no record of its kind: {error}"))
@@ -203,6 +214,13 @@ class StorageServer:
             with self._lock:
                 self._connections.pop(sock, None)
             sock.close()
+
+    def _encrypted(self, sock: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
+        sock.settimeout(HELLO_TIMEOUT_S)
+        encrypted = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        with self._lock:
+            self._connections[encrypted] = self._connections.pop(sock)
+        return encrypted
 
     def _greet(self, sock: socket.socket) -> bool:
         deadline = wire.Deadline(HELLO_TIMEOUT_S)
@@ -294,7 +312,13 @@ class StorageServer:
             reason = f"{asked} bytes asked for at once, at most {self._limits.payload_bytes} are sent: ask in parts"
             self._send(sock, Kind.ERROR, Error("refused", reason))
             return
-        sent = self._send(sock, Kind.DATA, Data(tuple(len(row.tokens_T) for row in rows), shapes), buffers)
+        if get.start_bytes > asked:
+            raise wire.WireProtocolError(f"GET from byte {get.start_bytes} of {asked}")
+        skipped_checksum = 0
+        if get.start_bytes:
+            skipped_checksum, buffers = wire.skip(buffers, get.start_bytes)
+        data = Data(tuple(len(row.tokens_T) for row in rows), shapes, skipped_checksum)
+        sent = self._send(sock, Kind.DATA, data, buffers)
         with self._lock:
             self.counters.served_bytes += sent
             self.counters.served_requests += 1
@@ -307,7 +331,8 @@ class StorageServer:
         buffers: list[wire.Buffer] | None = None,
     ) -> int:
         encoded = b"" if header is None else msgspec.msgpack.encode(header)
-        return wire.send_frame(sock, kind, encoded, buffers or (), deadline=wire.Deadline(self._request_timeout_s))
+        deadline = wire.Deadline(self._request_timeout_s)
+        return wire.send_frame(sock, kind, encoded, buffers or (), deadline=deadline, rate=self._rate)
 
     def _refuse(self, sock: socket.socket, error: StorageRefused) -> None:
         with self._lock:
@@ -316,7 +341,7 @@ class StorageServer:
 
     def _send_last_error(self, sock: socket.socket, error: wire.WireError, code: str = "protocol") -> None:
         header = msgspec.msgpack.encode(Error(code, str(error)))
-        with contextlib.suppress(wire.WireError):  # it is dropped anyway; this is only to tell it why
+        with contextlib.suppress(wire.WireError, OSError):  # it is dropped anyway; this is only to tell it why
             wire.send_frame(sock, Kind.ERROR, header, deadline=wire.Deadline(1.0))
             sock.shutdown(socket.SHUT_WR)
 

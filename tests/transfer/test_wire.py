@@ -60,7 +60,7 @@ def test_any_other_bytes_are_a_wire_error(data: bytes, with_magic: bool):
 
 def test_a_peer_that_neither_reads_nor_writes_is_a_timeout(pair: Pair):
     left, _ = pair
-    with pytest.raises(wire.WireTimeout, match=r"0 of 36 bytes came within 0\.05 s"):
+    with pytest.raises(wire.WireTimeout, match=r"0 of 28 bytes came within 0\.05 s"):
         wire.receive_prefix(left, LIMITS, wire.Deadline(0.05))
     with pytest.raises(wire.WireTimeout, match="did not take its bytes"):
         wire.send_frame(left, 1, b"", [memoryview(bytes(50_000_000))], deadline=wire.Deadline(0.2))
