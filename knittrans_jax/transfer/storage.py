@@ -57,6 +57,9 @@ HELLO_TIMEOUT_S = 5.0
 HELLO_LIMITS = wire.Limits(header_bytes=tickets.MAX_TICKET_BYTES + 512, payload_bytes=0)
 MAX_HEADER_BYTES = 8 * 2**20
 ACCEPT_POLL_S = 0.2
+DRAIN_S = 0.5
+"""How long, and how much, is still taken from a peer that is being dropped."""
+DRAIN_BYTES = 1 << 24
 
 
 @dataclasses.dataclass
@@ -344,10 +347,25 @@ class StorageServer:
         with contextlib.suppress(wire.WireError, OSError):  # it is dropped anyway; this is only to tell it why
             wire.send_frame(sock, Kind.ERROR, header, deadline=wire.Deadline(1.0))
             sock.shutdown(socket.SHUT_WR)
+            _drain(sock)
 
     def _count_dropped(self) -> None:
         with self._lock:
             self.counters.peers_dropped += 1
+
+
+def _drain(sock: socket.socket) -> None:
+    """Takes what a dropped peer still sends, for a moment: closed with bytes unread, TCP would reset the connection, and the
+    peer might never see its error.
+    """
+    deadline = wire.Deadline(DRAIN_S)
+    scratch, left = bytearray(1 << 16), DRAIN_BYTES
+    while left > 0:
+        deadline.apply(sock, "drain")
+        got = sock.recv_into(scratch)
+        if not got:
+            return
+        left -= got
 
 
 def _receive_group(sock: socket.socket, put: Put, prefix: wire.Prefix, deadline: wire.Deadline) -> GroupPayload:
