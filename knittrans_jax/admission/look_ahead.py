@@ -13,8 +13,8 @@ from the kinds that saved least, which give some up in any case: at the best sha
 The first batches' look-ahead comes from latencies: a kind needs as many groups ahead as are still in flight when its batch
 ends.
 
-A wait counts only where the launch gate was the cause: when look-ahead was not used up, slots are scarce, and more look-ahead
-would make the data older and nothing faster.
+Look-ahead grows only after a batch in which the gate held something back: where it never was used up, slots are scarce, and
+more look-ahead would make the data older and nothing faster.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.rules import Kind, Rules
 from knittrans_jax.admission.state import AdmissionState
 
-IDLE_SHARE = 0.025
+IDLE_SHARE = 0.02
 """Of the time, that the trainer may wait for groups: the last percents cost the most look-ahead."""
 GAIN = 0.35
 """Part of the difference that one batch corrects. Look-ahead acts a batch later, so 1 would swing."""
@@ -35,7 +35,7 @@ SHRINK = 0.08
 """Part of the look-ahead that goes after a batch, while there is no wait at all; less, the nearer waits are to `IDLE_SHARE`."""
 RECENT = 0.6
 """Weight of the past in the mean wait that shrinking goes by: one batch without a wait says little."""
-TRADE = 0.12
+TRADE = 0.08
 """Part of a kind's look-ahead that goes after a batch if it saves nothing where another kind's does; less, if it saves some."""
 TRADE_IDLE_SHARE = 0.015
 """Recent wait above which that goes to the kinds that save most, and below which it is saved."""
@@ -65,6 +65,7 @@ class AutoLookAhead:
         self._idle_s = 0.0
         self._idle_share = IDLE_SHARE
         self._missing = 0
+        self._held_back = False
         self._boundary_s: float | None = None
         self._batches = 0
         self.groups: dict[Kind, int] = {}
@@ -82,10 +83,11 @@ class AutoLookAhead:
             case ev.Failed() | ev.Expired() | ev.Lost() | ev.Filtered():
                 self._leased_s.pop(event.group_id, None)
             case ev.Consumed():
+                self._held_back |= used_up
                 if (event.update + 1) % self._rules.mini_batches == 0:
                     self._adapt(event.time_s)
                 if not state.plans:
-                    self._begin_wait(state, event.time_s, used_up)
+                    self._begin_wait(state, event.time_s)
             case ev.Admitted():
                 self._end_wait(event.time_s)
             case _:
@@ -93,11 +95,11 @@ class AutoLookAhead:
 
     # --- waits ------------------------------------------------------------------------------------------------------------
 
-    def _begin_wait(self, state: AdmissionState, now_s: float, used_up: bool) -> None:
+    def _begin_wait(self, state: AdmissionState, now_s: float) -> None:
         self._free_since_s = now_s
         self._short = {}
         shortage = state.batch.completion.shortage(state.accounts.ready_by_kind, self._rules.mini_batch_groups)
-        if shortage is not None and used_up:
+        if shortage is not None:
             self._short = dict.fromkeys(shortage.kinds, 1.0 / shortage.missing)
             self._missing += shortage.missing
 
@@ -117,6 +119,7 @@ class AutoLookAhead:
         began_s, self._boundary_s = self._boundary_s, now_s
         idle_s, self._idle_s = self._idle_s, 0.0
         missing, self._missing = self._missing, 0
+        held_back, self._held_back = self._held_back, False
         for kind, now in self._saving_now.items():
             self._saving[kind] = MEMORY * self._saving[kind] + (1 - MEMORY) * now
             self._saving_now[kind] = 0.0
@@ -130,9 +133,9 @@ class AutoLookAhead:
         if change < 0:
             spare = max(0.0, 1.0 - self._idle_share / IDLE_SHARE)
             change = min(change, -SHRINK * spare * sum(self._exact.values()))
-        if change > 0:
+        if change > 0 and held_back:
             self._add(min(change, missing))  # with all that was missing there would have been no wait
-        else:
+        elif change < 0:
             self._take_away(-change)
         self._trade()
         if self._batches <= 3:
