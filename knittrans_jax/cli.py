@@ -56,6 +56,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="compile every program for this TPU, such as v5e:4x4, without one; print memory, FLOPs and collectives",
     )
+    check.add_argument(
+        "--run",
+        action="store_true",
+        help="run every program on the devices of this host, with random weights and made-up rows; print times and memory",
+    )
     add("scheduler", _scheduler, "The scheduler role alone.", json=False)
     for name, command, text in (
         ("rollout", _rollout, "One rollout host's engine."),
@@ -136,6 +141,18 @@ def _check(options: argparse.Namespace) -> int:
         answer["topology"] = {"name": options.topology, "programs": [report.as_dict() for report in reports]}
         if not options.json:
             console.print(report_table(options.topology, reports))
+    if options.run:
+        from knittrans_jax.launch.trial import TrialError, run_trial, trial_table
+
+        if options.topology:  # it has told JAX that there is nothing but a CPU
+            raise ConfigError("--run and --topology: one at a time (value --run)")
+        try:
+            trial = run_trial(config)
+        except TrialError as error:
+            return _complain(str(error), FAILED)
+        answer["run"] = trial.as_dict()
+        if not options.json:
+            console.print(trial_table(trial))
     if options.json:
         _print_json(answer)
     return DONE

@@ -47,6 +47,8 @@ class ModelSection(Section, frozen=True):
     """
 
     preset: str = "tiny"
+    vocabulary_rows: PositiveInt | None = None
+    """Rows of a preset's embedding; null: as many as the task's vocabulary has ids, which is the least."""
     path: str | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False

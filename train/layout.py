@@ -54,6 +54,11 @@ class Layout:
         """Some parameters are split; otherwise every device has all of them."""
         return self.mesh.shape[FSDP] * self.mesh.shape[TENSOR] > 1
 
+    @property
+    def vocabulary_axis(self) -> str | None:
+        """The manual axis over which the vocabulary is split, where it is."""
+        return FSDP if self.mesh.shape[FSDP] > 1 else None
+
     @functools.cached_property
     def params(self) -> Any:
         """A tree of `PartitionSpec` like the parameters."""

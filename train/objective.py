@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from knittrans_jax.config import ObjectiveConfig
 
@@ -34,7 +35,11 @@ class ObjectiveSums(NamedTuple):
 
 
 def score_tokens(
-    logits_RxTxV: jax.Array, tokens_RxT: jax.Array, sampled_ids_mask_V: jax.Array, temperature: float
+    logits_RxTxV: jax.Array,
+    tokens_RxT: jax.Array,
+    sampled_ids_mask_V: jax.Array,
+    temperature: float,
+    split_over: str | None = None,
 ) -> TokenScores:
     """Log-prob and entropy of the sampler's distribution at every token.
 
@@ -46,14 +51,40 @@ def score_tokens(
         tokens_RxT: int32.
         sampled_ids_mask_V: bool; the ids that may be sampled.
         temperature: of the sampler, > 0.
+        split_over: the manual mesh axis over which the vocabulary is split, if it is. Logits are then those of the rows of
+            all its devices [R', T, V'] for the device's own part of the ids, as `Decoder.logits` gives them; sums over the
+            vocabulary go to the device whose rows they are. All else, what is returned too, is of the device's own rows.
     """
-    logits = jnp.where(sampled_ids_mask_V[None, None, :], logits_RxTxV[:, :-1] / temperature, -jnp.inf)
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    finite = jnp.where(sampled_ids_mask_V[None, None, :], logprobs, 0.0)  # -inf * 0 would be nan, here and backwards
-    targets = tokens_RxT[:, 1:]
-    chosen = jnp.take_along_axis(finite, targets[..., None], axis=-1)[..., 0]
-    entropies = -jnp.sum(jnp.exp(logprobs) * finite, axis=-1)
-    return TokenScores(jnp.pad(chosen, ((0, 0), (1, 0))), jnp.pad(entropies, ((0, 0), (1, 0))))
+    targets_RxT = tokens_RxT[:, 1:]
+    every_target, own_ids_V, first_id = targets_RxT, sampled_ids_mask_V, jnp.int32(0)
+    if split_over is not None:
+        size = logits_RxTxV.shape[-1]
+        first_id = lax.axis_index(split_over) * size
+        own_ids_V = lax.dynamic_slice(sampled_ids_mask_V, (first_id,), (size,))
+        every_target = lax.all_gather(targets_RxT, split_over, axis=0, tiled=True)
+
+    def own_sum(x: jax.Array) -> jax.Array:
+        """Sums over the vocabulary, whose last axis is gone already -> [R, T - 1]."""
+        return x if split_over is None else lax.psum_scatter(x, split_over, scatter_dimension=0, tiled=True)
+
+    allowed = own_ids_V[None, None, :]
+    logits = jnp.where(allowed, logits_RxTxV[:, :-1] / temperature, -jnp.inf)
+    highest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    if split_over is not None:
+        highest = lax.pmax(highest, split_over)
+    logits = logits - highest
+    finite = jnp.where(allowed, logits, 0.0)  # -inf * 0 would be nan, here and backwards
+    weights = jnp.exp(logits)
+    target = every_target - first_id
+    held = (target >= 0) & (target < logits.shape[-1])
+    chosen = jnp.take_along_axis(finite, jnp.where(held, target, 0)[..., None], axis=-1)[..., 0]
+
+    total = own_sum(jnp.sum(weights, axis=-1))
+    log_total = jnp.log(total)
+    logprobs = own_sum(jnp.where(held, chosen, 0.0)) - log_total
+    logprobs = jnp.where(sampled_ids_mask_V[targets_RxT], logprobs, 0.0)
+    entropies = log_total - own_sum(jnp.sum(weights * finite, axis=-1)) / total
+    return TokenScores(jnp.pad(logprobs, ((0, 0), (1, 0))), jnp.pad(entropies, ((0, 0), (1, 0))))
 
 
 def objective_sums(

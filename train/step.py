@@ -5,7 +5,8 @@
 3. `accumulate(params, table, chunk, sums)`: forward and backward of a chunk of micro-batches. Each data shard adds to sums of
    its own (gradients, table cotangent, figures), all float32. Nothing is summed over `data`, and the table's cotangent over
    nothing at all. On a mesh of `data` alone this program contains no collective, so a process that lacks its rows holds up
-   nobody inside one. `fsdp` gathers each layer's parameters inside the loop over layers, and sums their gradients there.
+   nobody inside one. `fsdp` gathers each layer's parameters inside the loop over layers, and sums their gradients there; the
+   vocabulary stays split.
 4. `finish(state, images, sums, denominator)`: the table's cotangents are summed over data shards and go back through the
    encoder once, which recomputes its activations chunk by chunk, or reads what `encode_and_keep` (in place of `encode`) kept;
    gradients are summed over data shards once; clip; update.
@@ -376,7 +377,9 @@ class StepPrograms:
                 self.model.decoder, decoder, "hidden", batch.tokens, batch.positions, batch.segment_ids, visual, mask
             )
             logits = decoder_apply(self.model.decoder, decoder, "logits", hidden)
-            scores = score_tokens(logits, batch.tokens, self._sampled_mask(logits.shape[-1]), self.temperature)
+            scores = score_tokens(
+                logits, batch.tokens, self._sampled_mask(), self.temperature, self.layout.vocabulary_axis
+            )
             figures = objective_sums(
                 scores, batch.sampled, batch.behaviour_logprobs, batch.advantages, batch.fresh, self.objective
             )
@@ -406,8 +409,12 @@ class StepPrograms:
             figures=jax.tree.map(_add, sums.figures, figures),
         )
 
-    def _sampled_mask(self, vocab_size: int) -> jax.Array:
-        return jnp.zeros((vocab_size,), jnp.bool_).at[jnp.asarray(self.sampled_ids, jnp.int32)].set(True)
+    def _sampled_mask(self) -> jax.Array:
+        return (
+            jnp.zeros((self.model.config.text.vocab_size,), jnp.bool_)
+            .at[jnp.asarray(self.sampled_ids, jnp.int32)]
+            .set(True)
+        )
 
 
 def _own_part(x: jax.Array, axis: str) -> jax.Array:

@@ -14,13 +14,12 @@ Every data shard has the micro-batch of the configuration. The sampler runs on o
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from knittrans_jax.config import Config, ConfigError
+from knittrans_jax.launch.collectives import Collective, count_kinds, read_collectives
 from knittrans_jax.observe.table import size
 
 if TYPE_CHECKING:
@@ -40,9 +40,6 @@ GENERATIONS = {
     "v5p": ("v5p", 2),
     "v6e": ("v6e", 1),
 }
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-_COLLECTIVE = re.compile(rf"= (?P<shape>.*?) (?P<kind>{'|'.join(COLLECTIVES)})(?P<start>-start)?\(")
-_ARRAY = re.compile(r"(?P<type>pred|[a-z]+\d+[a-z0-9]*)\[(?P<shape>[\d,]*)\]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,10 +55,8 @@ class ProgramReport:
     """Of the outputs, those that reuse an argument's memory."""
     flops: float
     bytes_accessed: float
-    collectives: Mapping[str, int]
-    """How often each kind stands in the program."""
-    collective_bytes: int
-    """Result bytes of all of them."""
+    collectives: tuple[Collective, ...]
+    """As they stand in the program."""
 
     @property
     def peak_bytes(self) -> int:
@@ -70,7 +65,13 @@ class ProgramReport:
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
-        return {**dataclasses.asdict(self), "collectives": dict(self.collectives), "peak_bytes": self.peak_bytes}
+        return {
+            **dataclasses.asdict(self),
+            "peak_bytes": self.peak_bytes,
+            "collectives": count_kinds(self.collectives),
+            "collectives_in_loops": count_kinds([one for one in self.collectives if one.loops]),
+            "collective_bytes": sum(one.result_bytes for one in self.collectives),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +110,7 @@ def topology_devices(topology: str) -> Sequence[Any]:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TPU_LIBRARY_PATH"] = str(_libtpu())
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no chip is used, so there is nothing to keep from another process
     os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
     os.environ["TPU_ACCELERATOR_TYPE"] = f"{kind}-{math.prod(map(int, shape.split('x'))) * cores_per_chip}"
 
@@ -155,7 +157,7 @@ def topology_mesh(config: Config, devices: Sequence[Any]) -> Mesh:
     data, rest = divmod(len(devices), math.prod(split.values()))
     if rest or not data:
         raise ConfigError(
-            f"train.mesh: fsdp and tensor do not divide the topology's {len(devices)} devices (value {config.train.mesh})"
+            f"train.mesh: fsdp and tensor do not divide the {len(devices)} devices that there are (value {config.train.mesh})"
         )
     train = msgspec.structs.replace(config.train, mesh={"data": data, **split})
     return make_mesh(msgspec.structs.replace(config, train=train), devices)
@@ -290,12 +292,11 @@ def encoder_rows_per_shard(config: Config, shards: int) -> int:
 # --- the compiler's figures --------------------------------------------------------------------------------------------------
 
 
-def compile_report(program: Program) -> ProgramReport:
+def compile_report(program: Program, compiler_options: dict[str, Any] | None = None) -> ProgramReport:
     """Compiles a program for the devices that its arguments' shardings name, and reads the compiler's figures."""
-    compiled = program.jitted.lower(*program.arguments).compile()
+    compiled = program.jitted.lower(*program.arguments).compile(compiler_options)
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis() or {}
-    counts, collective_bytes = collectives_of(compiled.as_text())
     return ProgramReport(
         name=program.name,
         devices=program.devices,
@@ -305,31 +306,8 @@ def compile_report(program: Program) -> ProgramReport:
         aliased_bytes=memory.alias_size_in_bytes,
         flops=float(cost.get("flops", 0.0)),
         bytes_accessed=float(cost.get("bytes accessed", 0.0)),
-        collectives=counts,
-        collective_bytes=collective_bytes,
+        collectives=tuple(read_collectives(compiled.as_text())),
     )
-
-
-def collectives_of(hlo: str) -> tuple[dict[str, int], int]:
-    """Collectives in a compiled program's text, by kind, and their result bytes. Of an asynchronous pair the start counts."""
-    counts: collections.Counter[str] = collections.Counter()
-    total_bytes = 0
-    for line in hlo.splitlines():
-        found = _COLLECTIVE.search(line)
-        if found is None:
-            continue
-        counts[found["kind"]] += 1
-        arrays = [_array_bytes(one["type"], one["shape"]) for one in _ARRAY.finditer(found["shape"])]
-        if found["start"]:  # (operands..., results..., contexts): the results are as many as the operands
-            operands = max(1, len(_ARRAY.findall(line[found.end() : line.index(")", found.end())])))
-            arrays = arrays[operands : 2 * operands] or arrays
-        total_bytes += sum(arrays)
-    return dict(sorted(counts.items())), total_bytes
-
-
-def _array_bytes(kind: str, shape: str) -> int:
-    bits = 8 if kind == "pred" else int(re.findall(r"\d+", kind)[0])
-    return math.ceil(math.prod(int(n) for n in shape.split(",") if n) * bits / 8)
 
 
 def report_table(topology: str, reports: Sequence[ProgramReport]) -> RenderableType:
@@ -340,13 +318,25 @@ def report_table(topology: str, reports: Sequence[ProgramReport]) -> RenderableT
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("collectives", overflow="fold")
     for one in reports:
-        collectives = ", ".join(f"{count} {kind}" for kind, count in one.collectives.items())
         table.add_row(
             one.name,
             str(one.devices),
             size(one.peak_bytes),
             size(one.temporary_bytes),
             f"{one.flops:.2g}",
-            f"{collectives} ({size(one.collective_bytes)})" if collectives else "none",
+            _collectives(one.collectives),
         )
     return table
+
+
+def _collectives(found: Sequence[Collective]) -> str:
+    """`all-reduce 1 (64 MB), in loops: all-gather 14 (120 MB)`; bytes are of one pass through each loop."""
+    parts = []
+    for place, here in (
+        ("", [one for one in found if not one.loops]),
+        ("in loops: ", [one for one in found if one.loops]),
+    ):
+        if here:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in count_kinds(here).items())
+            parts.append(f"{place}{kinds} ({size(sum(one.result_bytes for one in here))})")
+    return "; ".join(parts) or "none"

@@ -201,13 +201,15 @@ class Decoder(nnx.Module):
         return self.norm(x), KVCache(keys, values, cache.lengths + new_lengths_S)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] -> float32 [..., vocab_size]."""
-        name = "embedding" if self.config.tie_embeddings else "head"
-        table_VxD = getattr(self, name)[...]
+        """[..., D] -> float32 [..., vocab_size].
+
+        With `fsdp`: of the rows (leading axis) of all devices of the axis, for this device's part of the vocabulary.
+        """
+        table = self.embedding if self.config.tie_embeddings else self.head
         if self.fsdp is not None:
-            table_VxD = self.fsdp.whole(table_VxD, f"decoder.{name}")
+            hidden = self.fsdp.everyones(hidden)
         return jnp.einsum(
-            "...d,vd->...v", hidden, table_VxD.astype(self.dtype), preferred_element_type=jnp.float32
+            "...d,vd->...v", hidden, table[...].astype(self.dtype), preferred_element_type=jnp.float32
         ).astype(jnp.float32)
 
     def _embed(

@@ -3,8 +3,8 @@
 Inside a `shard_map` over the axis each device has its own part of every parameter that its sharding rule splits. A layer's
 parameters are made whole inside the loop over layers (`whole`), in the compute type; the pass backwards sums their gradients
 over the axis in float32 and leaves each device the sum of its own part: what the layers' loop returns is already reduced over
-the axis. Under remat the pass backwards makes them whole again instead of keeping them. The embedding is never made whole
-to look tokens up (`lookup`).
+the axis. Under remat the pass backwards makes them whole again instead of keeping them. Embedding and output layer, split along
+the vocabulary, are never made whole: devices swap tokens and hidden states instead (`lookup`, `everyones`), which are smaller.
 """
 
 from __future__ import annotations
@@ -56,13 +56,21 @@ class Fsdp:
         return jax.tree.map_with_path(one, params)
 
     def lookup(self, table_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
-        """Rows of a table split along D -> [B, T, D] in the table's type, whole for this device's own tokens.
+        """Rows of a table split along V -> [B, T, D] in the table's type, for this device's own tokens.
 
-        All devices look up all tokens in their own columns, then swap: what moves is of the size of the tokens' features and
-        not of the table, and the table's cotangent is summed where its columns lie.
+        Every device looks all tokens up in its own rows; each token is found by one. The table's cotangent is summed, in the
+        table's type, where its rows lie.
         """
+        rows = table_VxD.shape[0]
         everyones = lax.all_gather(tokens_BxT, self.axis, axis=0, tiled=True)
-        return lax.all_to_all(table_VxD[everyones], self.axis, split_axis=0, concat_axis=2, tiled=True)
+        at = everyones - lax.axis_index(self.axis) * rows
+        held = (at >= 0) & (at < rows)
+        found = jnp.where(held[..., None], table_VxD[jnp.where(held, at, 0)], 0)
+        return lax.psum_scatter(found, self.axis, scatter_dimension=0, tiled=True)
+
+    def everyones(self, x: jax.Array) -> jax.Array:
+        """The rows (leading axis) of all devices of the axis, in their order; cotangents are summed in float32."""
+        return _gather(x, self.axis, 0, x.dtype.name)
 
 
 def whole_module(module: ModuleT, fsdp: Fsdp | None, name: str) -> ModuleT:

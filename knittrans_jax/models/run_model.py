@@ -36,17 +36,22 @@ class Ids(Protocol):
 
 
 def model_config(section: ModelSection, vocabulary: Ids) -> ModelConfig:
-    """The architecture. A preset has as many rows as the vocabulary has ids; a checkpoint has its own, at least as many.
+    """The architecture. A preset has `vocabulary_rows`, else as many rows as the vocabulary has ids; a checkpoint has its own.
 
     Raises:
-        ConfigError: no such preset; no such checkpoint, or one whose ids are not the task's.
+        ConfigError: no such preset; fewer rows than ids; no such checkpoint, or one whose ids are not the task's.
     """
     if section.path is None:
         if section.preset not in PRESETS:
             raise ConfigError(
                 f"model.preset: no such preset; expected one of {', '.join(sorted(PRESETS))} (value {section.preset!r})"
             )
-        return preset(section.preset, vocabulary.size)
+        rows = vocabulary.size if section.vocabulary_rows is None else section.vocabulary_rows
+        if rows < vocabulary.size:
+            raise ConfigError(
+                f"model.vocabulary_rows: the task's vocabulary has {vocabulary.size} ids, at least that many (value {rows})"
+            )
+        return preset(section.preset, rows)
     file = Path(section.path) / "config.json"
     try:
         raw = read_json(file)

@@ -27,7 +27,7 @@ class ShardingError(ValueError):
 
 
 DECODER_RULES: tuple[Rule, ...] = (
-    (r"decoder\.(embedding|head)", ("tensor", "fsdp")),
+    (r"decoder\.(embedding|head)", (("fsdp", "tensor"), None)),
     (r"decoder\.stacks\.\d+\.layers\.attention\.[qkv]\.kernel", (None, "fsdp", "tensor")),
     (r"decoder\.stacks\.\d+\.layers\.attention\.o\.kernel", (None, "tensor", "fsdp")),
     (r"decoder\.stacks\.\d+\.layers\.mlp\.(gate|up)\.kernel", (None, "fsdp", "tensor")),

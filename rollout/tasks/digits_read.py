@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -38,6 +38,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     There are only 1,400 digits to learn from, and a policy that knows them by heart earns full reward and learns no more.
     Training pictures may therefore be drawn with noise, whose standard deviation is `noise` grey levels of 255, and with
     digits moved by one pixel in one direction, each with probability `shift`. Held-out pictures are left as they are.
+
+    `scale` shows every pixel as a square of `scale` x `scale` pixels, and `channels: 3` the grey picture in colour: for models
+    whose patches are larger, and for the sizes that real pictures have.
     """
 
     digits: Annotated[int, msgspec.Meta(ge=1, le=16)] = 3
@@ -45,19 +48,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     heldout_prompts: Annotated[int, msgspec.Meta(ge=1, le=999_999)] = 1056
     noise: Annotated[float, msgspec.Meta(ge=0, le=255)] = 0.0
     shift: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    scale: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
+    channels: Literal[1, 3] = 1
 
 
 @dataclasses.dataclass
 class DigitsReadEpisode:
     """One question about one picture."""
 
-    picture_HxWx1: np.ndarray
+    picture_HxWxC: np.ndarray
     truth: str
     answer: str | None = None
 
     def first(self) -> Turn:
         """The picture and the question."""
-        return Turn((self.picture_HxWx1, QUESTION))
+        return Turn((self.picture_HxWxC, QUESTION))
 
     def respond(self, answer: str) -> None:
         """There is no second turn."""
@@ -84,7 +89,9 @@ class DigitsRead:
             turns=1,
             text_tokens_per_turn=len(QUESTION),
             images_per_turn=1,
-            image_shapes=((SIDE, SIDE * self.options.digits, 1),),
+            image_shapes=(
+                (SIDE * self.options.scale, SIDE * self.options.scale * self.options.digits, self.options.channels),
+            ),
             answer_tokens=self.options.digits + 1,
         )
         self._episode_data = functools.lru_cache(maxsize=4096)(self._draw)
@@ -106,7 +113,8 @@ class DigitsRead:
         images = list(digits.images_NxHxW[chosen])
         if split == "train":
             images = _varied(images, self.options, np.random.default_rng([self.seed, index, VARIATION_STREAM]))
-        picture = np.concatenate(images, axis=1)[..., None]
+        picture = np.concatenate(images, axis=1).repeat(self.options.scale, axis=0).repeat(self.options.scale, axis=1)
+        picture = np.repeat(picture[..., None], self.options.channels, axis=2)
         return picture, "".join(str(label) for label in digits.labels_N[chosen])
 
     def _prompt(self, split: Split, index: int) -> Prompt:

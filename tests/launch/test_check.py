@@ -46,6 +46,7 @@ WRONG = [
     (["task.name=no-such-task"], "task.name", "no-such-task", "expected one of"),
     (["task.options={digitz: 3}"], "task.options", "digitz", "no such key"),
     (["model.preset=huge"], "model.preset", "'huge'", "expected one of"),
+    (["model.vocabulary_rows=20"], "model.vocabulary_rows", "20", "vocabulary has 48 ids"),
     (["rollout.cache_tokens=20"], "rollout.cache_tokens", "20", "a trajectory of task grid-lookup can have"),
     (["rollout.max_answer_tokens=2"], "rollout.max_answer_tokens", "2", "right answers of 3 tokens"),
     (["train.encoder_row_patches=12"], "train.encoder_row_patches", "12", "largest image"),

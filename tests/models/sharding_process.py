@@ -9,10 +9,14 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from knittrans_jax.models import abstract_model, build_model, decoder_apply, encoder_apply, preset
+from knittrans_jax.models.fsdp import Fsdp
 from knittrans_jax.models.sharding import hidden_spec, param_shardings, rows_spec, shard_rules
+from knittrans_jax.train.objective import score_tokens
 
 AXES = {"data": 1, "fsdp": 2, "tensor": 2, "sequence": 2}
 TINY = preset("tiny")
@@ -64,6 +68,39 @@ def main() -> None:
             np.asarray(got), np.asarray(want), atol=1e-4 * scale, err_msg=jax.tree_util.keystr(path)
         )
     print(*(axis for axis, size in mesh.shape.items() if size > 1))
+    split_vocabulary()
+
+
+def split_vocabulary() -> None:
+    """Looking tokens up, logits, log-probs and entropies with the vocabulary split over four devices; and the gradients."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    fsdp = Fsdp("fsdp", shard_rules(CONFIG), jnp.float32)
+    tokens = jnp.asarray(BATCH["tokens"])
+    allowed = jnp.asarray(RNG.random(48) < 0.3).at[:12].set(False)  # the first device has none of the sampled ids
+    weights = jnp.asarray(RNG.normal(size=(2, ROWS, TOKENS)), jnp.float32)
+    whole, split = (abstract_model(CONFIG, fsdp=one)[0].decoder for one in (None, fsdp))
+    tables = {name: PARAMS["decoder"][name] for name in ("embedding", "head")}
+
+    def scored(decoder: Any, tables: Any, tokens: jax.Array, weights: jax.Array, axis: str | None) -> jax.Array:
+        found = tables["embedding"][tokens] if axis is None else fsdp.lookup(tables["embedding"], tokens)
+        logits = decoder_apply(decoder, PARAMS["decoder"] | tables, "logits", jnp.sin(found))
+        scores = score_tokens(logits, tokens, allowed, 0.7, axis)
+        return jnp.sum(weights[0] * scores.logprobs_RxT + weights[1] * scores.entropies_RxT)
+
+    def on_a_device(tables: Any, tokens: jax.Array, weights: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(lambda t: scored(split, t, tokens, weights, "fsdp"))(tables)
+        return lax.psum(value, ("data", "fsdp")), lax.psum(gradients, "data")
+
+    rows = P(("data", "fsdp"))
+    mapped = jax.shard_map(
+        on_a_device, mesh=mesh, in_specs=(P("fsdp"), rows, P(None, *rows)), out_specs=(P(), P("fsdp")), check_vma=False
+    )
+    value, got = jax.jit(mapped)(tables, tokens, weights)
+    expected, want = jax.jit(jax.value_and_grad(lambda t: scored(whole, t, tokens, weights, None)))(tables)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for name in tables:
+        np.testing.assert_allclose(got[name], want[name], atol=2e-6 * np.abs(want[name]).max(), err_msg=name)
+    print("vocabulary")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def test_the_first_rule_that_matches_decides():
     own = ((r"decoder\.embedding", (None, "fsdp")),)
     specs = param_specs(SHAPES, own + shard_rules(TINY), {"tensor": 2, "fsdp": 2})
     assert specs["decoder"]["embedding"] == P(None, "fsdp")
-    assert specs["decoder"]["head"] == P("tensor", "fsdp")
+    assert specs["decoder"]["head"] == P(("fsdp", "tensor"))
 
 
 def test_axes_that_the_mesh_lacks_split_nothing():
@@ -71,4 +71,4 @@ def test_eight_devices_under_a_mesh_of_every_axis_compute_what_one_device_comput
         [sys.executable, "-W", "error", str(script)], env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split() == ["fsdp", "tensor", "sequence"]
+    assert done.stdout.split() == ["fsdp", "tensor", "sequence", "vocabulary"]

@@ -15,6 +15,7 @@ if importlib.util.find_spec("libtpu") is None:
     pytest.skip("needs the extra `tpu`; `make test-tpu-compile` (part of .ci/run) has it", allow_module_level=True)
 
 from knittrans_jax.config import load_config
+from knittrans_jax.launch.collectives import count_kinds
 from knittrans_jax.launch.topology import (
     ProgramReport,
     compile_report,
@@ -33,7 +34,13 @@ V5E_MEMORY_BYTES = 16 * 10**9
 def reports() -> Iterator[dict[str, ProgramReport]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_PLATFORMS", "cpu")
-        for name in ("TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE"):
+        for name in (
+            "ALLOW_MULTIPLE_LIBTPU_LOAD",
+            "TPU_LIBRARY_PATH",
+            "TPU_SKIP_MDS_QUERY",
+            "TPU_WORKER_HOSTNAMES",
+            "TPU_ACCELERATOR_TYPE",
+        ):
             patch.setenv(name, "")
         devices = topology_devices(TOPOLOGY)
         assert len(devices) == 8
@@ -54,16 +61,16 @@ def test_every_program_of_the_demo_compiles_and_fits(reports: dict[str, ProgramR
 
 
 def test_accumulating_a_chunk_needs_no_other_device(reports: dict[str, ProgramReport]) -> None:
-    assert reports["accumulate"].collectives == {}
-    assert reports["start"].collectives == {}
+    assert reports["accumulate"].collectives == ()
+    assert reports["start"].collectives == ()
 
 
 def test_the_table_is_gathered_once_and_gradients_and_cotangents_are_summed_once(
     reports: dict[str, ProgramReport],
 ) -> None:
-    assert reports["encode"].collectives == {"all-gather": 1}
-    assert 1 <= sum(reports["finish"].collectives.values()) <= 2
-    assert set(reports["finish"].collectives) <= {"all-reduce", "reduce-scatter"}
+    assert count_kinds(reports["encode"].collectives) == {"all-gather": 1}
+    assert 1 <= len(reports["finish"].collectives) <= 2
+    assert set(count_kinds(reports["finish"].collectives)) <= {"all-reduce", "reduce-scatter"}
 
 
 def test_the_naive_mode_compiles_too(reports: dict[str, ProgramReport]) -> None:
@@ -72,5 +79,5 @@ def test_the_naive_mode_compiles_too(reports: dict[str, ProgramReport]) -> None:
     with jax.numpy_dtype_promotion("standard"):
         programs = {program.name: program for program in train_programs(config, mesh)}
     naive = compile_report(programs["accumulate_copies"])
-    assert naive.collectives == {}
+    assert naive.collectives == ()
     assert naive.flops > reports["accumulate"].flops
