@@ -118,8 +118,11 @@ def _run_update(config: Config, mesh: Mesh) -> tuple[list[ProgramTime], int, flo
         times.append(took)
         return result
 
-    images = table = None
-    if "encode" in programs:
+    images = table = residuals = None
+    if "encode_and_keep" in programs:
+        images = _made_images(programs["encode_and_keep"].arguments[1], rng)
+        table, residuals = run("encode_and_keep", lambda: (state.params, images))
+    elif "encode" in programs:
         images = _made_images(programs["encode"].arguments[1], rng)
         table = run("encode", lambda: (state.params, images))
     elif "insert" in programs:
@@ -136,7 +139,7 @@ def _run_update(config: Config, mesh: Mesh) -> tuple[list[ProgramTime], int, flo
     chunk = _made_chunk(rows, np.asarray(task.sampled_ids, np.int32), table_rows, rng)
     sums = run(name, lambda: (state.params, shown, chunk, _copy(zeros)))
     tokens = math.prod(chunk.tokens.shape)
-    _, figures = run("finish", lambda: (_copy(state), images, sums, np.float32(tokens)))
+    _, figures = run("finish", lambda: (_copy(state), images, sums, np.float32(tokens), residuals))
     return times, tokens, float(figures["loss"]), float(figures["grad_norm"])
 
 
