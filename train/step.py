@@ -51,8 +51,9 @@ from knittrans_jax.train.ravel import ravel, small, unravel
 from knittrans_jax.train.state import TrainState, init_state, trained_params
 from knittrans_jax.transfer.batch import ChunkArrays, ImageArrays
 
-ENCODER_CHUNK_ROWS = 8
-"""Encoder rows per chunk: the encoder's activations live one chunk at a time."""
+ENCODER_CHUNK_ROWS, ENCODER_CHUNK_PATCHES = 8, 512
+"""Most encoder rows of a chunk, and most patches where they are more than one. Activations live one chunk at a time; a chunk of
+several large pictures would take more memory than a micro-batch that encodes its own."""
 
 
 class Sums(NamedTuple):
@@ -363,7 +364,8 @@ class StepPrograms:
         return encoder_apply(self.model.encoder, params, pixels, images.coords, images.grids, images.segment_ids)
 
     def _local_table(self, params: Any, images: ImageArrays) -> tuple[jax.Array, Any]:
-        return encode_once(self._encode_rows, params, images, chunk_rows=ENCODER_CHUNK_ROWS)
+        rows = min(ENCODER_CHUNK_ROWS, max(1, ENCODER_CHUNK_PATCHES // images.patches.shape[1]))
+        return encode_once(self._encode_rows, params, images, chunk_rows=rows)
 
     def _micro_batch(
         self, params: Any, table: jax.Array | None, copies: ImageArrays | None, batch: ChunkArrays, sums: Sums
