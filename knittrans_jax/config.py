@@ -164,6 +164,8 @@ class TrainConfig(Section, frozen=True):
         default_factory=lambda: {"data": 2}
     )
     updates: PositiveInt = 100
+    epochs: PositiveInt | None = None
+    """The run also ends when the data set has been gone through so often, in whole train batches; null: without end."""
     row_tokens: PositiveInt = 128
     micro_batch_rows: PositiveInt = 8
     chunk_micro_batches: PositiveInt = 1
@@ -196,6 +198,16 @@ class TrainConfig(Section, frozen=True):
     """Longest that a training process waits for another to compile the program that both run next."""
     go_timeout_s: PositiveFloat = 60.0
     """Deadline of the scheduler's go for a chunk, from the first process that holds its rows."""
+
+
+class CheckpointConfig(Section, frozen=True):
+    """Checkpoints of training, from which `resume: true` goes on. They are taken where a train batch is complete."""
+
+    every_train_batches: NonNegativeInt = 10
+    """0: none, not even after the last update."""
+    keep: PositiveInt = 3
+    timeout_s: PositiveFloat = 600.0
+    """Deadline of writing one, and of the processes' waits for each other."""
 
 
 class EvalConfig(Section, frozen=True):
@@ -260,11 +272,14 @@ class Config(Section, frozen=True):
     batch: BatchConfig
     seed: NonNegativeInt = 0
     run_dir: str = "runs"
+    resume: bool = False
+    """Go on with the run of this name from its newest checkpoint; begin it where there is none."""
     platform: Literal["cpu", "gpu", "tpu"] = "cpu"
     model: ModelSection = ModelSection()
     admission: AdmissionConfig = AdmissionConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     control: ControlConfig = ControlConfig()
     launch: LaunchConfig = LaunchConfig()

@@ -7,13 +7,15 @@ One update, on the main thread, in the order that every process of the group fol
 2. encode the mini-batch's unique images (when it has any, and they are not encoded micro-batch by micro-batch);
 3. accumulate chunk by chunk, while the loader's thread brings the next one;
 4. finish: one encoder backward, sums over shards, clip, update: version V becomes V + 1;
-5. copy the new weights to the host when they are to be published (a thread writes them), and report the update.
+5. copy the new weights to the host when they are to be published (a thread writes them), and report the update;
+6. where a checkpoint is due, copy the training state to the host too; and see whether the last one has become whole.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import os
 import signal
 import threading
@@ -32,6 +34,7 @@ from knittrans_jax.observe.compilations import CompilationCounter
 from knittrans_jax.rollout.tasks.registry import load_task
 from knittrans_jax.train.advantages import group_advantages
 from knittrans_jax.train.bad_numbers import BadNumbersError, bad_figures, folder_of, save_mini_batch
+from knittrans_jax.train.checkpoint import CheckpointError, Checkpoints, Cursor, Saved
 from knittrans_jax.train.setup import TrainSetup, join_process_group, make_mesh, set_up_training
 from knittrans_jax.train.state import TrainState
 from knittrans_jax.train.step import Sums
@@ -56,7 +59,7 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
     """Training process `index`, from registration to the scheduler's word that there is no further plan.
 
     Raises:
-        LoaderError, ControlError, WeightsError: what could not be brought, said or written, and why.
+        LoaderError, ControlError, WeightsError, CheckpointError: what could not be brought, said or written, and why.
         BadNumbersError: a loss or gradient is not finite, and `train.on_nonfinite` is `stop`.
     """
     stop = threading.Event()
@@ -81,12 +84,19 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
         connect(f"train{index}") as control,
         connect(f"train{index}.weights") as publishing,
         _open_relay(config, index) as relay,
+        Checkpoints(
+            run_dir / "checkpoints", keep=config.checkpoint.keep, timeout_s=config.checkpoint.timeout_s
+        ) as checkpoints,
     ):
+        restored = checkpoints.restore(setup.state) if config.resume else None
+        state, cursor = (setup.state, Cursor(version=0, after_plan=-1)) if restored is None else restored
         hello = msg.TrainHello(
             process=index,
             processes=config.train.processes,
             pid=os.getpid(),
             relay=None if relay is None else relay.address,
+            version=cursor.version,
+            after_plan=cursor.after_plan,
         )
         welcome = control.call(hello, overall_s=config.train.start_timeout_s)
         assert isinstance(welcome, msg.TrainWelcome), welcome
@@ -94,11 +104,27 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
         if relay is not None and welcome.ticket_key is not None:
             relay.set_key(welcome.ticket_key)
 
+        def on_saved(saved: Saved) -> None:
+            control.call(
+                msg.CheckpointDone(
+                    process=index,
+                    incarnation=incarnation,
+                    version=saved.cursor.version,
+                    plan_id=saved.cursor.after_plan,
+                    oldest=saved.oldest,
+                    size_bytes=saved.size_bytes,
+                    stall_s=saved.stall_s,
+                )
+            )
+
+        checkpoints.on_saved = on_saved
+
         def on_written(version: int) -> None:
             publishing.call(msg.WeightsWritten(process=index, incarnation=incarnation, version=version))
 
         writer = WeightWriter(run_dir / "weights", index, config.train.processes, on_written)
-        loader = ChunkLoader(_loader_options(config, setup, control_file, index, incarnation, relay))
+        options = _loader_options(config, setup, control_file, index, incarnation, relay)
+        loader = ChunkLoader(dataclasses.replace(options, after_plan=cursor.after_plan))
 
         def end(*_: object) -> None:
             stop.set()
@@ -109,14 +135,26 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, end)
-        trainer = Trainer(config, setup, index, incarnation, compilations, control, writer)
+        setup = dataclasses.replace(setup, state=state)
+        trainer = Trainer(config, setup, index, incarnation, compilations, control, writer, cursor.version)
         try:
             trainer.publish()
+            after_plan, saved = cursor.after_plan, cursor.version
             for chunk in _timed(loader, trainer):
                 trainer.take(chunk)
+                if chunk.last:
+                    checkpoints.check()
+                    after_plan = chunk.plan.plan_id
+                    if _checkpoint_due(config, trainer.version):
+                        saved = trainer.version
+                        checkpoints.save(trainer.state, Cursor(version=saved, after_plan=after_plan))
+            whole = trainer.version % config.batch.mini_batches == 0
+            if loader.complete and whole and saved < trainer.version and config.checkpoint.every_train_batches:
+                checkpoints.save(trainer.state, Cursor(version=trainer.version, after_plan=after_plan))
             writer.close()
+            checkpoints.close()
             control.call(msg.Report(role=f"train{index}", counters=trainer.counters()))
-        except (LoaderError, ControlError, WeightsError):
+        except (LoaderError, ControlError, WeightsError, CheckpointError):
             if not stop.is_set():
                 raise  # else: told to end, and the wait that this broke off is no failure
         except BadNumbersError as bad:
@@ -124,6 +162,12 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
             raise
         finally:
             loader.close()
+
+
+def _checkpoint_due(config: Config, version: int) -> bool:
+    """Checkpoints are of whole train batches: a resumed run begins one anew."""
+    every = config.checkpoint.every_train_batches * config.batch.mini_batches
+    return every > 0 and version % every == 0
 
 
 def _open_relay(config: Config, index: int) -> contextlib.AbstractContextManager[RelayServer | None]:
@@ -237,8 +281,9 @@ class Trainer:
         compilations: CompilationCounter,
         control: ControlClient,
         writer: WeightWriter,
+        version: int = 0,
     ) -> None:
-        """Begins at version 0."""
+        """`version`: of `setup.state`."""
         self.config = config
         self.programs = programs = setup.programs
         self._together = together = Together(mesh_barrier(programs.mesh, config.train.compile_timeout_s))
@@ -249,7 +294,7 @@ class Trainer:
         self._finish = together(programs.finish)
         self._gathers: dict[Gather, Gather] = {}
         self.state: TrainState = setup.state
-        self.version = 0
+        self.version = version
         self.waits_s: dict[str, float] = collections.defaultdict(float)
         self._process, self._incarnation = process, incarnation
         self._compilations, self._control, self._writer = compilations, control, writer

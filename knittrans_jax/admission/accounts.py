@@ -35,7 +35,7 @@ LEGAL: dict[Account, frozenset[Account]] = {
     Account.RUNNING: frozenset({Account.READY, Account.FAILED, Account.EXPIRED, Account.LOST}),
     Account.READY: frozenset({Account.ADMITTED, Account.FILTERED, Account.EXPIRED, Account.LOST}),
     Account.ADMITTED: frozenset({Account.CONSUMED, Account.LOST}),
-    Account.CONSUMED: frozenset(),
+    Account.CONSUMED: frozenset({Account.LOST}),
     Account.FILTERED: frozenset(),
     Account.EXPIRED: frozenset(),
     Account.LOST: frozenset(),

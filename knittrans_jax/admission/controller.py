@@ -11,10 +11,12 @@ from collections.abc import Callable
 
 from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.gate import LaunchGate
-from knittrans_jax.admission.policy import Policy, Waiting, drop_reason
+from knittrans_jax.admission.policy import Policy, Waiting, drop_reason, unfinishable
 from knittrans_jax.admission.prompts import PromptOrder
 from knittrans_jax.admission.state import AdmissionState, Group
 from knittrans_jax.trajectory import GroupMeta
+
+_GIVING_BACK = (ev.Expired, ev.Lost, ev.Resumed, ev.TrainGroupFormed)
 
 
 class Controller:
@@ -29,15 +31,12 @@ class Controller:
 
     def apply(self, event: ev.AnyEvent) -> None:
         """Folds an event in. Raises `IllegalTransition` when it does not fit."""
-        give_back = None
-        if isinstance(event, ev.Expired | ev.Lost) and ev.gives_back(event):
-            group = self.state.groups.get(event.group_id)
-            give_back = None if group is None else (group.prompt_id, group.epoch)
+        given_back = self.state.given_back(event) if isinstance(event, _GIVING_BACK) else []
         self.state.apply(event)
         if isinstance(event, ev.Leased):
             self.prompts.take(event.prompt_id, event.epoch)
-        elif give_back is not None:
-            self.prompts.give_back(*give_back)
+        for prompt_id, epoch in reversed(given_back):  # the oldest is the next
+            self.prompts.give_back(prompt_id, epoch)
         self.gate.observe(self.state, event)
 
     def next_launch(self, host: str, now_s: float) -> ev.Leased | None:
@@ -83,11 +82,40 @@ class Controller:
     def next_mini_batch(self, *, explain: bool = True) -> tuple[Group, ...] | Waiting | None:
         """The groups to admit now, or what is missing; None: as many are admitted ahead as may be.
 
-        Without `explain`, also None where something is missing and finding out what would take longer.
+        No train batch is begun that a finite data set cannot fill. Without `explain`, also None where something is missing
+        and finding out what would take longer.
         """
         if len(self.state.plans) > self._admit_ahead or not (explain or self.policy.may_choose(self.state)):
             return None
-        return self.policy.next_mini_batch(self.state)
+        short = None if self.state.batch.mini_batches else self.short_of_data()
+        return self.policy.next_mini_batch(self.state) if short is None else short
+
+    def short_of_data(self) -> Waiting | None:
+        """What the train batch under way will lack though all comes that a finite data set still has; None: nothing."""
+        if not self.prompts.finite:
+            return None
+        return unfinishable(self.state, {kind: self.prompts.left(kind) for kind in self.state.rules.kinds})
+
+    def data_ended(self, now_s: float) -> bool:
+        """Whether no further mini-batch can come of a finite data set, whatever is still under way.
+
+        A train batch under way can remain incomplete, when groups fail or are filtered: then nothing is in flight, nothing
+        may be launched, and what is ready does not suffice.
+        """
+        state = self.state
+        if not self.prompts.finite or state.plans:
+            return False
+        if not state.batch.mini_batches and self.short_of_data() is not None:
+            return True
+        choice = self.policy.next_mini_batch(state)
+        return not (state.accounts.in_flight or isinstance(choice, tuple) or self.next_launch("", now_s))
+
+    def remainder(self) -> dict[str, int]:
+        """Prompts of a finite data set that were not consumed and have not failed, by kind in words; empty without an end."""
+        pool = self.state.accounts.pool_by_kind
+        if not self.prompts.finite:
+            return {}
+        return {", ".join(kind) or "all": self.prompts.left(kind) + pool[kind] for kind in self.state.rules.kinds}
 
     def _next_prompt(self, passed_over: Callable[[str], bool]) -> tuple[str, int] | None:
         """The next prompt that the gate lets go and that is not passed over, and its epoch."""

@@ -2,15 +2,17 @@
 
 What it guarantees: at most one evaluation is under way, and a newer one takes the place of shares that nobody has begun
 (counted); every share is leased at a stated version; a share whose lease ran out, or whose host cannot run it, is leased
-again, at most `MAX_ATTEMPTS` times in all; a result counts once.
+again, at most `MAX_ATTEMPTS` times in all; a result counts once; a resumed run repeats the evaluations that were not complete.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
 
+from knittrans_jax.admission import events as ev
 from knittrans_jax.config import Config
 
 MAX_ATTEMPTS = 3
@@ -49,6 +51,10 @@ class Evaluations:
         self._timeout_s = config.admission.lease_timeout_s
         self._next_version = self._every
         self._next_id = 0
+        self._log: dict[int, tuple[int, int]] = {}
+        """Version and prompts of leases in the log of a resumed run."""
+        self._done: collections.Counter[int] = collections.Counter()
+        """Prompts done in that log, by version."""
         self.waiting: list[Share] = []
         self.leases: dict[int, EvalLeaseRecord] = {}
         self.final_planned = False
@@ -63,6 +69,8 @@ class Evaluations:
     def published(self, version: int, hosts: int) -> None:
         """A version is out: plans an evaluation if one is due, split over `hosts` hosts."""
         final = version >= self._last_update
+        if final and self.final_planned:
+            return
         if final:
             self.final_planned = True
         elif version < self._next_version:
@@ -72,6 +80,39 @@ class Evaluations:
         self.shares_superseded += len(self.waiting)
         parts = max(1, min(hosts, len(prompts)))
         self.waiting = [Share(prompts[part::parts], final) for part in range(parts)] if prompts else []
+
+    def conclude(self, version: int, hosts: int) -> None:
+        """The run ends with this published version, before `train.updates`: plans the final evaluation."""
+        self._last_update = version
+        self.published(version, hosts)
+
+    def replay(self, event: ev.AnyEvent) -> None:
+        """Takes in an event of the log of a run that is resumed."""
+        match event:
+            case ev.EvalLeased():
+                self._next_id = event.eval_id + 1
+                self._log[event.eval_id] = event.version, len(event.prompt_ids)
+            case ev.EvalDone():
+                version, prompts = self._log.pop(event.eval_id)
+                self._done[version] += prompts
+            case ev.TrainGroupFormed():
+                self.resume(event.version)
+            case _:
+                pass
+
+    def resume(self, version: int) -> int:
+        """Training goes on from a version -> the newest version up to it whose evaluation is complete; -1: none.
+
+        Evaluations after that one are due again.
+        """
+        final, prompts = len(self._final_prompts), len(self._prompts)
+        complete = [v for v, done in self._done.items() if done >= (final if v >= self._last_update else prompts)]
+        evaluated = max((v for v in complete if v <= version), default=-1)
+        for undone in [v for v in self._done if v > evaluated]:
+            del self._done[undone]
+        self._next_version = (max(evaluated, 0) // self._every + 1) * self._every
+        self.final_planned = 0 <= self._last_update <= evaluated
+        return evaluated
 
     def lease(self, host: str, version: int, now_s: float) -> EvalLeaseRecord | None:
         """Leases a share to a host that has none, at the newest published version."""

@@ -22,6 +22,16 @@ class RunStarted(Event, frozen=True, kw_only=True):
     config: dict
 
 
+class Resumed(Event, frozen=True, kw_only=True):
+    """The scheduler is back from its log, and everything else has been started anew: payloads and weights are gone.
+
+    Open groups become lost and nothing is published any more. From which version training goes on, the next
+    `TrainGroupFormed` says. `config`: as in `RunStarted`.
+    """
+
+    config: dict
+
+
 class HostJoined(Event, frozen=True, kw_only=True):
     """A rollout host's engine registered, with the storage unit beside it."""
 
@@ -110,10 +120,18 @@ class Relaxed(Event, frozen=True, kw_only=True):
 
 
 class TrainGroupFormed(Event, frozen=True, kw_only=True):
-    """All training processes registered: messages of older incarnations are refused from here on."""
+    """All training processes registered: messages of older incarnations are refused from here on.
+
+    They begin at `version`, after the update of plan `after_plan` (0 and -1: from the beginning). What was consumed after it
+    is not part of the lineage of the parameters: its groups become lost, and their prompts are launched again.
+    """
 
     incarnation: int
     processes: int
+    version: int = 0
+    after_plan: int = -1
+    evaluated: int = -1
+    """Newest version up to `version` whose evaluation is complete; results of later ones do not count."""
 
 
 class Admitted(Event, frozen=True, kw_only=True):
@@ -141,6 +159,17 @@ class Consumed(Event, frozen=True, kw_only=True):
     """Compilations so far, summed over the training processes."""
     compiled: tuple[str, ...] = ()
     """What any of them compiled since the last update, in words: program, shapes."""
+
+
+class Checkpointed(Event, frozen=True, kw_only=True):
+    """A checkpoint of `version`, after the update of plan `plan_id`, is whole; `oldest` is the oldest version kept."""
+
+    version: int
+    plan_id: int
+    oldest: int
+    size_bytes: int
+    stall_s: float
+    """What it took from the slowest training process's main thread."""
 
 
 class Published(Event, frozen=True, kw_only=True):
@@ -193,6 +222,7 @@ class RunEnded(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted
+    | Resumed
     | HostJoined
     | Leased
     | Started
@@ -206,6 +236,7 @@ AnyEvent = (
     | TrainGroupFormed
     | Admitted
     | Consumed
+    | Checkpointed
     | Published
     | EvalLeased
     | EvalDone

@@ -11,6 +11,9 @@ from knittrans_jax.admission import events as ev
 from knittrans_jax.staleness import Staleness, StalenessSummary, staleness_of, summarise
 from knittrans_jax.trajectory import GroupMeta, MiniBatchPlan
 
+REMAINDER = "remainder:"
+"""Begins the names of the scheduler's counters of prompts that a finite data set has left over, by kind."""
+
 
 def unique_payload_bytes(groups: list[GroupMeta]) -> int:
     """Payload bytes of a mini-batch with every image counted once, also where several groups show it."""
@@ -19,8 +22,13 @@ def unique_payload_bytes(groups: list[GroupMeta]) -> int:
     return own + sum(media.values())
 
 
+def _counts_on(name: str) -> bool:
+    """Counters that are sums over all processes that a role has had."""
+    return name == "payload_through_scheduler" or (name.startswith("tool_") and not name.endswith("_most"))
+
+
 class RunFigures:
-    """Folds events. Memory: six numbers per consumed trajectory, plus what is open."""
+    """Folds the events of a final lineage (`lineage`). Memory: six numbers per consumed trajectory, plus what is open."""
 
     def __init__(self, mini_batches: int) -> None:
         """`mini_batches`: `K`."""
@@ -54,16 +62,28 @@ class RunFigures:
         self.eval_held_s = 0.0
         self._eval_version: dict[int, int] = {}
         self.counters: dict[str, dict[str, float]] = {}
-        """The last report of every role."""
+        """The last report of every role. What a process had reported before its run was interrupted counts on."""
+        self._before: dict[str, dict[str, float]] = {}
         self.start_s: float | None = None
         self.last_s = 0.0
         self.first_lease_s: float | None = None
         self.last_update_s = 0.0
+        self.down_s = 0.0
+        """Time between an interruption and the scheduler's return, in all."""
+        self.checkpoints = 0
+        self.checkpoint_stall_s = 0.0
+        """What checkpoints took from the slowest training process's main thread, in all."""
+        self.checkpoint_bytes = 0
+        """Size of the newest checkpoint."""
+        self.checkpoint_version: int | None = None
         self.ended: str | None = None
 
     def apply(self, event: ev.AnyEvent) -> None:
         """Folds one event in."""
         self.start_s = event.time_s if self.start_s is None else self.start_s
+        if isinstance(event, ev.Resumed):
+            self.down_s += max(0.0, event.time_s - self.last_s)
+            self._before = self.counters.copy()
         self.last_s = event.time_s
         match event:
             case ev.Leased():
@@ -88,8 +108,16 @@ class RunFigures:
                 questions, exact, episodes = self.evals.get(version, (0, 0, 0))
                 self.evals[version] = (questions + event.questions, exact + event.exact, episodes + event.episodes)
                 self.eval_held_s += event.held_s
+            case ev.Checkpointed():
+                self.checkpoints += 1
+                self.checkpoint_stall_s += event.stall_s
+                self.checkpoint_version, self.checkpoint_bytes = event.version, event.size_bytes
             case ev.RoleReport():
-                self.counters[event.role] = event.counters
+                before = self._before.get(event.role, {})
+                self.counters[event.role] = {
+                    name: count + (before.get(name, 0.0) if _counts_on(name) else 0.0)
+                    for name, count in event.counters.items()
+                }
             case ev.RunEnded():
                 self.ended = event.reason
             case _:
@@ -149,6 +177,9 @@ class RunFigures:
     @property
     def tokens_per_s(self) -> float:
         """Sampled tokens trained on, per second from the first lease to the last update."""
-        if self.first_lease_s is None or self.last_update_s <= self.first_lease_s:
-            return 0.0
-        return self.sampled_tokens / (self.last_update_s - self.first_lease_s)
+        return self.sampled_tokens / self.trained_s if self.trained_s > 0 else 0.0
+
+    @property
+    def trained_s(self) -> float:
+        """From the first lease to the last update, without the time for which the run was down; 0 before the first update."""
+        return self.last_update_s - (self.first_lease_s or 0.0) - self.down_s if self.updates else 0.0

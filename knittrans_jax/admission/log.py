@@ -8,7 +8,9 @@ and is reported; damage in the middle is an error.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import os
 import struct
 import zlib
@@ -42,17 +44,25 @@ class ReadLog:
 class EventLog:
     """The writing end. One process, one thread."""
 
-    def __init__(self, path: Path, *, fsync: bool = True) -> None:
-        """Creates the log.
+    def __init__(self, path: Path, *, fsync: bool = True, resume: ReadLog | None = None) -> None:
+        """Creates the log, or goes on with one.
+
+        Args:
+            path: the log.
+            fsync: force what is appended to disk.
+            resume: what `read_log` found in it: its torn tail, if any, is cut off. None: a new log.
 
         Raises:
-            LogError: the file exists: a run's log is never overwritten.
+            LogError: the file exists: a run's log is never overwritten; or it is not what was read.
         """
         self.path = path
         self.events = 0
         self.size_bytes = len(MAGIC)
         self._fsync = fsync
         self._encoder = msgspec.msgpack.Encoder()
+        if resume is not None:
+            self._file: io.BufferedIOBase = self._reopen(resume)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._file = path.open("xb")
@@ -62,6 +72,21 @@ class EventLog:
             ) from None
         self._file.write(MAGIC)
         self._force()
+
+    def _reopen(self, read: ReadLog) -> io.BufferedRandom:
+        with contextlib.ExitStack() as undo:
+            file = undo.enter_context(self.path.open("r+b"))
+            size_bytes = file.seek(0, os.SEEK_END)
+            if not len(MAGIC) <= read.whole_bytes <= size_bytes or size_bytes != read.whole_bytes + read.torn_bytes:
+                raise LogError(
+                    f"{self.path}: has {size_bytes} bytes, {read.whole_bytes} whole and {read.torn_bytes} torn ones were read: "
+                    "something else writes it"
+                )
+            file.truncate(read.whole_bytes)
+            file.seek(read.whole_bytes)
+            undo.pop_all()
+        self.events, self.size_bytes = len(read.events), read.whole_bytes
+        return file
 
     def append(self, events: Sequence[AnyEvent]) -> None:
         """Writes events; returns when they are on disk (with `fsync`) or with the operating system (without)."""

@@ -82,6 +82,11 @@ class AutoLookAhead:
                 self._latencies[kind].append(event.time_s - leased_s)
             case ev.Failed() | ev.Expired() | ev.Lost() | ev.Filtered():
                 self._leased_s.pop(event.group_id, None)
+            case ev.Resumed():  # no step and no wait spans an interruption
+                self._leased_s.clear()
+                self._short.clear()
+                self._free_since_s = self._boundary_s = None
+                self._idle_s = 0.0
             case ev.Consumed():
                 self._held_back |= used_up
                 if (event.update + 1) % self._rules.mini_batches == 0:

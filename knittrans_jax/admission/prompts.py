@@ -17,9 +17,11 @@ from knittrans_jax.admission.rules import Kind, Rules
 class PromptOrder:
     """See the module's opening. Memory: the prompts, and up to one epoch's order per kind."""
 
-    def __init__(self, rules: Rules, prompts: Iterable[tuple[str, Mapping[str, str]]], seed: int) -> None:
-        """`prompts` are (prompt id, attributes) pairs; ids are unique."""
-        self._seed = seed
+    def __init__(
+        self, rules: Rules, prompts: Iterable[tuple[str, Mapping[str, str]]], seed: int, epochs: int | None = None
+    ) -> None:
+        """`prompts` are (prompt id, attributes) pairs; ids are unique. `epochs`: how many there are; None: without end."""
+        self._seed, self._epochs = seed, epochs
         self._ids: dict[Kind, list[str]] = {}
         self.attributes: dict[str, dict[str, str]] = {}
         self._kind: dict[str, Kind] = {}
@@ -55,6 +57,8 @@ class PromptOrder:
     def take(self, prompt_id: str, epoch: int) -> None:
         """The prompt was leased."""
         kind = self._kind[prompt_id]
+        if self._epochs is not None and epoch >= self._epochs:
+            raise ValueError(f"prompt {prompt_id} of epoch {epoch}: there are {self._epochs} epochs")
         while epoch >= self._next_epoch[kind]:
             self._queues[kind].extend(self._upcoming(kind))
             del self._next[kind]
@@ -65,10 +69,24 @@ class PromptOrder:
         """The prompt's group expired or was lost: it is launched again, before others."""
         self._queues[self._kind[prompt_id]].appendleft((prompt_id, epoch))
 
+    @property
+    def finite(self) -> bool:
+        """Whether the epochs have an end."""
+        return self._epochs is not None
+
+    def left(self, kind: Kind) -> int:
+        """Launches of this kind that are still to come. Raises `ValueError` when the epochs have no end."""
+        if self._epochs is None:
+            raise ValueError("epochs without end always have prompts left")
+        ids = self._ids.get(kind, [])
+        return len(self._queues.get(kind, ())) + (self._epochs - self._next_epoch.get(kind, self._epochs)) * len(ids)
+
     def _upcoming(self, kind: Kind) -> list[tuple[str, int]]:
         """The order of the next epoch, which no queue holds yet."""
         if kind not in self._next:
             epoch, ids = self._next_epoch[kind], list(self._ids[kind])
+            if self._epochs is not None and epoch >= self._epochs:
+                return []
             random.Random(f"{self._seed}/{epoch}/{kind!r}").shuffle(ids)
             self._next[kind] = [(prompt_id, epoch) for prompt_id in ids]
         return self._next[kind]

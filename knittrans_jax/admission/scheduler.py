@@ -6,7 +6,9 @@ What it guarantees:
   sends the replies;
 * every request gets exactly one reply: at once, when what it waits for happens, or `Wait` after half of `rpc_timeout_s`;
 * duplicate, late and foreign reports change nothing and are counted; messages of an older incarnation are refused;
-* every lease, go and evaluation has a deadline; a run that can make no progress for `starvation_s` ends naming the rule.
+* every lease, go and evaluation has a deadline; a run that can make no progress for `starvation_s` ends naming the rule;
+* a core that is given the events of its log goes on where they end: everything that lived in memory is lost and leased again,
+  and training goes on from the version that the training processes restored.
 
 One step of it: take the request in (`_on_*`), then settle: publish what is whole, count what is consumed, admit what the
 policy gives, answer what was parked, end what is finished.
@@ -22,8 +24,9 @@ from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.controller import Controller
 from knittrans_jax.admission.desk import RolloutDesk
 from knittrans_jax.admission.evaluation import Evaluations
-from knittrans_jax.admission.figures import RunFigures, unique_payload_bytes
+from knittrans_jax.admission.figures import REMAINDER, RunFigures, unique_payload_bytes
 from knittrans_jax.admission.gate import make_gate
+from knittrans_jax.admission.lineage import final_lineage
 from knittrans_jax.admission.policy import Waiting, hopeless, make_policy
 from knittrans_jax.admission.prompts import PromptOrder
 from knittrans_jax.admission.rules import rules_of
@@ -87,6 +90,7 @@ class SchedulerCore:
         group_bytes: int,
         ticket_key: bytes,
         new_nonce: Callable[[], bytes] = tickets.new_nonce,
+        history: Sequence[ev.AnyEvent] = (),
     ) -> None:
         """Builds a run's scheduler.
 
@@ -98,15 +102,17 @@ class SchedulerCore:
             group_bytes: the most payload bytes that one group can have.
             ticket_key: what storage units check tickets with.
             new_nonce: a fresh nonce per ticket.
+            history: the events of the run's log, when it is resumed (`resume.check_resume` has looked at them).
 
         Raises:
             ConfigError: rules that no batch of these prompts can meet, or storage too small for the run to go on.
+            IllegalTransition: the history is no log of such a run.
         """
         rules = rules_of(config, [attributes for _, attributes in train_prompts])
         self.config = config
         self.controller = Controller(
             AdmissionState(rules),
-            PromptOrder(rules, train_prompts, config.seed),
+            PromptOrder(rules, train_prompts, config.seed, config.train.epochs),
             make_policy(config.admission.policy, config.admission.schedule),
             make_gate(config, rules, group_bytes),
             admit_ahead=config.admission.admit_ahead,
@@ -124,6 +130,10 @@ class SchedulerCore:
         self.waiting: Waiting | None = None
         self.ending: str | None = None
         self.finished = False
+        self.last_version = config.train.updates
+        """The version with which the run ends: lower than configured when a finite data set ends before."""
+        self._history = list(history)
+        """Kept until the training group has formed."""
         self._layout = layout
         self._ticket_key = ticket_key
         self._new_nonce = new_nonce
@@ -141,13 +151,18 @@ class SchedulerCore:
         self._reported: set[str] = set()
         self._status_served = False
         self._now_s = 0.0
+        for event in self._history:
+            self.controller.apply(event)
+            self.evaluations.replay(event)
+        self._fold_figures()
 
     # --- the three ways in ---------------------------------------------------------------------------------------------
 
     def start(self, now_s: float) -> Step:
         """The first step: the run's configuration goes into the log."""
-        self._now_s = now_s
-        self._emit(ev.RunStarted(time_s=now_s, config=config_to_dict(self.config)))
+        self._now_s = max(now_s, self._history[-1].time_s if self._history else now_s)
+        first = ev.Resumed if self._history else ev.RunStarted
+        self._emit(first(time_s=self._now_s, config=config_to_dict(self.config)))
         return self._step()
 
     def handle(self, token: Hashable, request: msg.Request, now_s: float) -> Step:
@@ -202,7 +217,7 @@ class SchedulerCore:
             case msg.StorageSync():
                 return self._on_storage(request)
             case msg.TrainHello():
-                refusal = self._ended() or self.training.hello(request)
+                refusal = self._ended() or self._cannot_begin(request) or self.training.hello(request)
                 return self._refuse(refusal) if refusal else self._park(token, request)
             case msg.NextPlan():
                 refusal = self._stranger(request.process, request.incarnation)
@@ -211,6 +226,8 @@ class SchedulerCore:
                 return self._on_chunk(token, request)
             case msg.UpdateDone():
                 return self._on_update(request)
+            case msg.CheckpointDone():
+                return self._on_checkpoint(request)
             case msg.WeightsWritten():
                 return self._on_weights(request)
             case msg.Report():
@@ -279,6 +296,29 @@ class SchedulerCore:
             self.counters["duplicate_updates"] += 1
         return msg.Ack()
 
+    def _on_checkpoint(self, request: msg.CheckpointDone) -> msg.Reply:
+        refusal = self._stranger(request.process, request.incarnation)
+        if refusal is None and not 0 <= request.oldest <= request.version <= self.state.version:
+            refusal = (
+                f"checkpoint of version {request.version} (oldest kept {request.oldest}): the run is at version "
+                f"{self.state.version}"
+            )
+        if refusal is not None:
+            return self._refuse(refusal)
+        reports = self.training.checkpoint_done(request)
+        if reports is not None:
+            self._emit(
+                ev.Checkpointed(
+                    time_s=self._now_s,
+                    version=request.version,
+                    plan_id=request.plan_id,
+                    oldest=max(self.state.oldest_checkpoint, min(report.oldest for report in reports)),
+                    size_bytes=max(report.size_bytes for report in reports),
+                    stall_s=max(report.stall_s for report in reports),
+                )
+            )
+        return msg.Ack()
+
     def _on_weights(self, request: msg.WeightsWritten) -> msg.Reply:
         refusal = self._stranger(request.process, request.incarnation)
         version, every = request.version, self.config.batch.mini_batches
@@ -310,13 +350,34 @@ class SchedulerCore:
                 self._reply(token, reply)
 
     def _form_train_group(self) -> None:
-        if self.training.incarnation < 0 and self.training.complete:
-            self.training.incarnation = self.state.incarnation + 1
+        training = self.training
+        if training.incarnation < 0 and training.complete:
+            training.incarnation = self.state.incarnation + 1
             self._emit(
                 ev.TrainGroupFormed(
-                    time_s=self._now_s, incarnation=self.training.incarnation, processes=self.training.processes
+                    time_s=self._now_s,
+                    incarnation=training.incarnation,
+                    processes=training.processes,
+                    version=training.version,
+                    after_plan=training.after_plan,
+                    evaluated=self.evaluations.resume(training.version),
                 )
             )
+            self._fold_figures()
+            self._history = []
+
+    def _fold_figures(self) -> None:
+        """The figures of the final lineage so far, where there is a history that may have been thrown back."""
+        if self._history:
+            self.figures = RunFigures(self.config.batch.mini_batches)
+            for event in final_lineage(self._history).events:
+                self.figures.apply(event)
+
+    def _cannot_begin(self, hello: msg.TrainHello) -> str | None:
+        """Why a training group cannot begin where this process stands; None: it can."""
+        if self.training.incarnation >= 0:
+            return None
+        return self.state.why_not_from(hello.version, hello.after_plan)
 
     def _consume(self) -> None:
         while self.state.plans:
@@ -356,7 +417,9 @@ class SchedulerCore:
     def _admit(self) -> None:
         state = self.state
         self.waiting = None
-        while state.admitted_updates < self.config.train.updates:
+        while state.admitted_updates < self.last_version:
+            if self.config.train.epochs is not None and self._data_ended():
+                return
             for group, expired in self.controller.stale(self._now_s):
                 assert group.meta is not None
                 self.desk.room.release(group.meta.unit, group.group_id)
@@ -379,9 +442,25 @@ class SchedulerCore:
             self._emit(ev.Admitted(time_s=self._now_s, plan=plan))
             self._waiting_since_s = self._now_s
 
+    def _data_ended(self) -> bool:
+        """Whether a finite data set has come to its end before `train.updates`; then the run ends after what is planned."""
+        state = self.state
+        if self.training.incarnation < 0 or state.plans or state.published < self._last_published(state.version):
+            return False
+        if not self.controller.data_ended(self._now_s):
+            return False
+        self.last_version = state.version
+        self.evaluations.conclude(state.published, len(self.desk.seen_s))
+        return True
+
+    def _last_published(self, version: int) -> int:
+        """The newest version to be published at this version."""
+        every = 1 if self.config.train.publish == "update" else self.config.batch.mini_batches
+        return version // every * every
+
     def _check_finished(self) -> None:
-        updates = self.config.train.updates
-        if self.state.version == updates == self.state.published and self.evaluations.finished:
+        state, last = self.state, self.last_version
+        if state.version == last and state.published == self._last_published(last) and self.evaluations.finished:
             self.end("finished")
 
     def _answer(self, request: msg.NextPlan | msg.ChunkHeld | msg.TrainHello) -> msg.Reply | None:
@@ -394,9 +473,10 @@ class SchedulerCore:
                 plan = next((p for p in self.state.plans.values() if p.plan_id > request.after_plan), None)
                 if plan is not None and self.ending is None:
                     return self._plan_reply(plan, f"train{request.process}")
-                if self.ending is not None or request.after_plan >= self.config.train.updates - 1:
+                complete = plan is None and self.state.admitted_updates >= self.last_version
+                if self.ending is not None or complete:
                     self._told_to_stop.add(f"train{request.process}")
-                    return msg.PlanReply(plan=None)
+                    return msg.PlanReply(plan=None, complete=complete)
             case msg.ChunkHeld():
                 # Once the run ends nobody goes: a process may have been told so before the last one held its rows.
                 if self.ending is not None:
@@ -421,7 +501,7 @@ class SchedulerCore:
 
     def _check_starvation(self) -> None:
         """The trainer has nothing to do, and what is missing has not become less, for `starvation_s`."""
-        waiting, state, updates = self.waiting, self.state, self.config.train.updates
+        waiting, state, updates = self.waiting, self.state, self.last_version
         lost = None if waiting is None else hopeless(state)
         if lost is not None and (state.batch.train_step, lost.rule, lost.value) != self._hopeless:
             self._hopeless = (state.batch.train_step, lost.rule, lost.value)
@@ -429,12 +509,17 @@ class SchedulerCore:
             why = "batch.drop_equal_rewards, batch.mini_batch_tokens or admission.staleness_bound"
             self._starved(lost, 0.0, f"waits in vain (the last {count} groups that could help were all dropped: {why})")
             return
+        short = self.controller.short_of_data() if state.batch.mini_batches else None
+        if short is not None and (state.batch.train_step, short.rule, short.value) != self._hopeless:
+            self._hopeless = (state.batch.train_step, short.rule, short.value)
+            self._run_short(short)
+            return
         key: tuple[str, str, int] | None = None
         if state.plans:
             pass
         elif waiting is not None:
             key = (waiting.rule, waiting.value, waiting.missing)
-        elif state.version == updates > state.published:
+        elif state.version == updates and state.published < self._last_published(updates):
             key = ("the last version's weights", f"version {updates}, published {state.published}", 0)
         elif state.version == updates and self.evaluations.waiting and not self.evaluations.leases:
             shares = len(self.evaluations.waiting)
@@ -453,6 +538,26 @@ class SchedulerCore:
             )
         else:
             self._starved(waiting, waited_s, f"waits since {waited_s:.0f} s (admission.starvation_s)")
+
+    def _run_short(self, short: Waiting) -> None:
+        """The data set ends in the middle of a train batch. That is no error: it is reported, and the run ends normally."""
+        if self.config.admission.on_starvation == "relax" and self.state.batch.completion.copy().relax(
+            short.rule, short.value
+        ):
+            self._starved(short, 0.0, "lacks prompts: the data set has no more")
+            return
+        self.counters["starvations"] += 1
+        self._emit(
+            ev.Starved(
+                time_s=self._now_s,
+                rule=short.rule,
+                value=short.value,
+                missing=short.missing,
+                in_flight=short.in_flight,
+                waited_s=0.0,
+                reason="the data set ends before the train batch under way is complete (train.epochs)",
+            )
+        )
 
     def _starved(self, waiting: Waiting, waited_s: float, why: str) -> None:
         """What is missing does not come: `admission.on_starvation` decides. All three ways go into the log."""
@@ -495,6 +600,7 @@ class SchedulerCore:
             **self.counters,
             **self.desk.counters,
             **self.service_counters,
+            **{REMAINDER + name: float(count) for name, count in self.controller.remainder().items()},
         }
 
     def _may_finish(self) -> bool:
@@ -542,6 +648,8 @@ class SchedulerCore:
     def _emit(self, event: ev.AnyEvent) -> None:
         self.controller.apply(event)
         self.figures.apply(event)
+        if self._history:
+            self._history.append(event)
         self._events.append(event)
 
     def _reply(self, token: Hashable, reply: msg.Reply) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import shutil
 import signal
 import sys
 import threading
@@ -24,7 +25,8 @@ from pathlib import Path
 import msgspec
 
 from knittrans_jax.admission.events import AnyEvent
-from knittrans_jax.admission.log import EventLog
+from knittrans_jax.admission.log import EventLog, ReadLog
+from knittrans_jax.admission.resume import log_to_resume
 from knittrans_jax.admission.scheduler import Layout, SchedulerCore, Step
 from knittrans_jax.config import Config
 from knittrans_jax.launch.messages import Request
@@ -48,14 +50,17 @@ def run_scheduler(config: Config, run_dir: Path, stop: threading.Event | None = 
 
     Args:
         config: the run's configuration.
-        run_dir: receives `control.json` and `events.log`.
+        run_dir: receives `control.json` and `events.log`; with `resume`, a log that is there already is gone on with.
         stop: set it to end the run as interrupted; without one, SIGTERM and SIGINT do.
 
     Raises:
-        ConfigError: no batch of this task's prompts can meet the rules, or storage is too small.
+        ConfigError: no batch of this task's prompts can meet the rules, storage is too small, or the run cannot be resumed.
+        LogError: there is a log, and it is not to be resumed or damaged.
         RunFailed: the run ended with an error.
     """
-
+    resumed = log_to_resume(config, run_dir)
+    if resumed is not None:
+        shutil.rmtree(run_dir / "weights", ignore_errors=True)  # of versions that may come again, with other contents
     task = load_task(config.task, config.seed)
     core = SchedulerCore(
         config,
@@ -64,21 +69,22 @@ def run_scheduler(config: Config, run_dir: Path, stop: threading.Event | None = 
         layout=bind_layout(config),
         group_bytes=max_group_bytes(task.limits, config.batch.trajectories_per_group, config.rollout.cache_tokens),
         ticket_key=tickets.new_key(),
+        history=() if resumed is None else resumed.events,
     )
     if stop is None:
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
-    serve(core, run_dir, stop)
+    serve(core, run_dir, stop, resumed)
 
 
-def serve(core: SchedulerCore, run_dir: Path, stop: threading.Event) -> None:
-    """Runs the loop around a core. See `run_scheduler`."""
+def serve(core: SchedulerCore, run_dir: Path, stop: threading.Event, resumed: ReadLog | None = None) -> None:
+    """Runs the loop around a core. `resumed`: the log that the core's history is of. See `run_scheduler`."""
     config = core.config
     check_no_payload_fields()
-    clock = steady_wall_clock()
+    clock = steady_wall_clock(resumed.events[-1].time_s if resumed is not None else 0.0)
     with (
-        EventLog(run_dir / "events.log", fsync=config.control.fsync) as log,
+        EventLog(run_dir / "events.log", fsync=config.control.fsync, resume=resumed) as log,
         ControlServer(config.control.host, config.control.port, run_dir / "control.json") as server,
         contextlib.ExitStack() as meters,
     ):
@@ -125,9 +131,12 @@ def _prometheus(config: Config, meters: contextlib.ExitStack) -> PrometheusEndpo
     return endpoint
 
 
-def steady_wall_clock() -> Callable[[], float]:
-    """A clock in seconds since the epoch that no clock adjustment moves: the wall clock at the start plus what has passed."""
-    wall_s, steady_s = time.time(), time.monotonic()
+def steady_wall_clock(not_before_s: float = 0.0) -> Callable[[], float]:
+    """A clock in seconds since the epoch that no clock adjustment moves: the wall clock at the start plus what has passed.
+
+    `not_before_s`: the clock of an earlier process, which this one goes on with.
+    """
+    wall_s, steady_s = max(time.time(), not_before_s), time.monotonic()
     return lambda: wall_s + (time.monotonic() - steady_s)
 
 

@@ -6,7 +6,9 @@ What it guarantees:
 * every group is in one account; an event that does not fit raises and changes nothing;
 * ready groups stand in one queue per kind, oldest first; any of them can leave in constant time;
 * no mini-batch is taken in that breaks a rule: quotas, no prompt twice, the staleness bound;
-* consumed, filtered, expired, lost and failed groups are kept as counts only, so memory follows what is open.
+* filtered, expired, lost and failed groups are kept as counts only, consumed ones by id and prompt until no checkpoint that is
+  kept could make them unconsumed again; so memory follows what is open;
+* what was consumed after the version from which a run is resumed becomes lost, as does everything that was open.
 """
 
 from __future__ import annotations
@@ -54,6 +56,22 @@ class Group(msgspec.Struct, gc=False):
     slow: bool = False
 
 
+class ConsumedGroup(msgspec.Struct, frozen=True, gc=False):
+    """What must be known of a consumed group to launch its prompt again."""
+
+    group_id: int
+    kind: Kind
+    prompt_id: str
+    epoch: int
+
+
+class ConsumedPlan(msgspec.Struct, frozen=True):
+    """A mini-batch that the update from `update` to `update + 1` consumed."""
+
+    update: int
+    groups: tuple[ConsumedGroup, ...]
+
+
 @dataclasses.dataclass(slots=True)
 class Batch:
     """The train batch that admission is filling."""
@@ -95,6 +113,10 @@ class AdmissionState:
         self.batch = Batch(0, rules.open_batch())
         self.plans: dict[int, MiniBatchPlan] = {}
         """Admitted and not yet consumed, oldest first."""
+        self.consumed: dict[int, ConsumedPlan] = {}
+        """Consumed plans that a resumed run may have to consume again, and the last one before them; oldest first."""
+        self.oldest_checkpoint = 0
+        """The lowest version from which the run could be resumed."""
         self.hosts: dict[str, str] = {}
         """Storage unit by rollout host."""
         self.version = 0
@@ -156,6 +178,40 @@ class AdmissionState:
         groups = self.ready_by_version.get(self.admitted_updates - bound, {})
         return sorted(groups.values(), key=lambda group: group.order)
 
+    def why_not_from(self, version: int, after_plan: int) -> str | None:
+        """Why training cannot go on from this version, after this plan's update; None: it can."""
+        last = next((plan_id for plan_id, plan in self.consumed.items() if plan.update == version - 1), -1)
+        if self.plans or self.groups:
+            return f"training cannot begin at version {version} while {len(self.groups)} groups are open"
+        if not self.oldest_checkpoint <= version <= self.version or version % self.rules.mini_batches:
+            return (
+                f"training cannot begin at version {version}: the log allows whole train batches from version "
+                f"{self.oldest_checkpoint}, its oldest checkpoint, to version {self.version}"
+            )
+        if last != after_plan:
+            return (
+                f"training cannot begin at version {version} after plan {after_plan}: in the log, plan {last} leads to "
+                f"version {version}; this checkpoint is not of this run's lineage"
+            )
+        return None
+
+    def given_back(self, event: ev.AnyEvent) -> list[tuple[str, int]]:
+        """Prompts, with their epochs, that are to be launched again once this event is applied; the oldest first."""
+        match event:
+            case ev.Expired() | ev.Lost():
+                group = self.groups.get(event.group_id)
+                groups = [] if group is None or not ev.gives_back(event) else [group]
+            case ev.Resumed():
+                groups = sorted(self.groups.values(), key=lambda group: group.group_id)
+            case ev.TrainGroupFormed():
+                undone = [
+                    group for plan in self.consumed.values() if plan.update >= event.version for group in plan.groups
+                ]
+                groups = sorted(undone, key=lambda group: group.group_id)
+            case _:
+                groups = []
+        return [(group.prompt_id, group.epoch) for group in groups]
+
     # --- one method per event -------------------------------------------------------------------------------------------
 
     def _nothing(self, event: ev.AnyEvent) -> None:
@@ -165,7 +221,32 @@ class AdmissionState:
         self.hosts[event.host] = event.unit
 
     def _train_group_formed(self, event: ev.TrainGroupFormed) -> None:
+        refusal = self.why_not_from(event.version, event.after_plan)
+        if refusal is not None:
+            raise IllegalTransition(refusal)
         self.incarnation = event.incarnation
+        for plan_id in [plan_id for plan_id, plan in self.consumed.items() if plan.update >= event.version]:
+            for group in self.consumed.pop(plan_id).groups:
+                self.accounts.move(group.group_id, group.kind, Account.CONSUMED, Account.LOST)
+        self.version = self.admitted_updates = event.version
+        self.batch = Batch(event.version // self.rules.mini_batches, self.rules.open_batch())
+
+    def _resumed(self, event: ev.Resumed) -> None:
+        self.plans.clear()
+        for group_id in list(self.groups):
+            self._move(group_id, Account.LOST, event.time_s)
+        self.published = -1
+        self.ended = None
+
+    def _checkpointed(self, event: ev.Checkpointed) -> None:
+        if not self.oldest_checkpoint <= event.oldest <= event.version <= self.version:
+            raise IllegalTransition(
+                f"checkpoint of version {event.version} (oldest kept {event.oldest}) at version {self.version}, with an "
+                f"oldest of {self.oldest_checkpoint} before"
+            )
+        self.oldest_checkpoint = event.oldest
+        for plan_id in [plan_id for plan_id, plan in self.consumed.items() if plan.update < event.oldest - 1]:
+            del self.consumed[plan_id]
 
     def _leased(self, event: ev.Leased) -> None:
         group_id, prompt_id, host = event.group_id, event.prompt_id, event.host
@@ -298,6 +379,9 @@ class AdmissionState:
         groups = self._all_open(plan, Account.ADMITTED)
         counts = collections.Counter([group.final for group in groups])
         self._move_all(groups, counts, Account.CONSUMED, event.time_s)
+        self.consumed[event.plan_id] = ConsumedPlan(
+            event.update, tuple([ConsumedGroup(g.group_id, g.kind, g.prompt_id, g.epoch) for g in groups])
+        )
         self.version += 1
 
     def _published(self, event: ev.Published) -> None:
@@ -377,6 +461,7 @@ class AdmissionState:
 
 _HANDLERS: dict[type, Callable[[AdmissionState, ev.AnyEvent], None]] = {
     ev.RunStarted: AdmissionState._nothing,
+    ev.Resumed: AdmissionState._resumed,
     ev.HostJoined: AdmissionState._host_joined,
     ev.TrainGroupFormed: AdmissionState._train_group_formed,
     ev.Leased: AdmissionState._leased,
@@ -390,6 +475,7 @@ _HANDLERS: dict[type, Callable[[AdmissionState, ev.AnyEvent], None]] = {
     ev.Relaxed: AdmissionState._relaxed,
     ev.Admitted: AdmissionState._admitted,
     ev.Consumed: AdmissionState._consumed,
+    ev.Checkpointed: AdmissionState._checkpointed,
     ev.Published: AdmissionState._published,
     ev.EvalLeased: AdmissionState._nothing,
     ev.EvalDone: AdmissionState._nothing,

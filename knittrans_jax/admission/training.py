@@ -2,14 +2,14 @@
 
 What it guarantees: an incarnation begins when all processes have registered; a chunk gets its go when all processes hold it;
 an update counts when all processes report it, and a version when all have written it; each counts once, however often it is
-reported; whoever is missing can be named.
+reported; whoever is missing can be named; processes that begin at different versions form no group.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from knittrans_jax.launch.messages import TrainHello, UpdateDone
+from knittrans_jax.launch.messages import CheckpointDone, TrainHello, UpdateDone
 
 
 @dataclasses.dataclass
@@ -26,12 +26,15 @@ class TrainGroup:
     def __init__(self, processes: int) -> None:
         self.processes = processes
         self.incarnation = -1
+        self.version, self.after_plan = 0, -1
+        """Where it begins: what its processes brought from a checkpoint."""
         self.pids: dict[int, int] = {}
         self.relays: dict[str, str] = {}
         """Addresses of processes that hand payloads on, by the name of their unit."""
         self.chunks: dict[tuple[int, int], ChunkState] = {}
         self.updates: dict[int, dict[int, UpdateDone]] = {}
         self.written: dict[int, set[int]] = {}
+        self.checkpoints: dict[int, dict[int, CheckpointDone]] = {}
         self.goes = 0
 
     # --- registration -----------------------------------------------------------------------------------------------------
@@ -48,6 +51,12 @@ class TrainGroup:
                 f"train process {request.process} (pid {request.pid}): incarnation {self.incarnation} is under way with pid "
                 f"{self.pids[request.process]}; a training group does not rejoin, start the run again"
             )
+        if self.pids and (request.version, request.after_plan) != (self.version, self.after_plan):
+            return (
+                f"train process {request.process} begins at version {request.version} after plan {request.after_plan}, others "
+                f"at version {self.version} after plan {self.after_plan}: all must restore the same checkpoint"
+            )
+        self.version, self.after_plan = request.version, request.after_plan
         self.pids[request.process] = request.pid
         if request.relay is not None:
             self.relays[f"train{request.process}"] = request.relay
@@ -97,6 +106,15 @@ class TrainGroup:
             return None
         del self.updates[plan_id]
         self.chunks = {key: state for key, state in self.chunks.items() if key[0] > plan_id}
+        return [reports[process] for process in range(self.processes)]
+
+    def checkpoint_done(self, report: CheckpointDone) -> list[CheckpointDone] | None:
+        """A process reports a whole checkpoint -> all reports, by process, once every process has reported it."""
+        reports = self.checkpoints.setdefault(report.version, {})
+        reports[report.process] = report
+        if len(reports) < self.processes:
+            return None
+        del self.checkpoints[report.version]
         return [reports[process] for process in range(self.processes)]
 
     def weights_written(self, process: int, version: int) -> None:

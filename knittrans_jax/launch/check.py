@@ -265,7 +265,16 @@ def _arithmetic(
 ) -> RunArithmetic:
     batch, train, hosts = config.batch, config.train, config.rollout.hosts
     trajectories = config.mini_batch_groups * batch.trajectories_per_group
-    groups_total = train.updates // batch.mini_batches * batch.groups
+    train_steps = train.updates // batch.mini_batches
+    if train.epochs is not None:
+        held = train.epochs * prompts_train // batch.groups
+        if not held:
+            raise ConfigError(
+                f"train.epochs: {train.epochs} times {prompts_train} training prompts fill no train batch of batch.groups = "
+                f"{batch.groups} (value {train.epochs})"
+            )
+        train_steps = min(train_steps, held)
+    groups_total = train_steps * batch.groups
     return RunArithmetic(
         name=config.name,
         processes={"scheduler": 1, "storage": hosts, "rollout": hosts, "train": train.processes},
@@ -275,8 +284,8 @@ def _arithmetic(
         groups_per_mini_batch=config.mini_batch_groups,
         trajectories_per_group=batch.trajectories_per_group,
         trajectories_per_mini_batch=trajectories,
-        updates=train.updates,
-        train_steps=train.updates // batch.mini_batches,
+        updates=train_steps * batch.mini_batches,
+        train_steps=train_steps,
         groups_total=groups_total,
         quotas={
             f"{attribute.name} = {value}": (quota.least, quota.most)

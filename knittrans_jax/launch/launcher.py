@@ -2,7 +2,8 @@
 
 1. Everything that can be known beforehand is checked (`launch/check.py`); nothing is started otherwise.
 2. The run's folder is made. An earlier run of the same name is moved aside to `NAME.1`, `NAME.2`, ... (never deleted), unless
-   it still runs, which is an error. So `runs/NAME` is always the newest run, and a command can simply be given again.
+   it still runs, which is an error. So `runs/NAME` is always the newest run, and a command can simply be given again. With
+   `resume: true` the earlier run is gone on with, in its folder; its `logs` become `logs.1`, `logs.2`, ...
 3. The roles start as processes of their own, with the resolved `config.yaml`; their output goes to `logs/ROLE.log`.
 4. The launcher watches: it shows the live table, writes `metrics.jsonl`, and ends everything when a role dies
    (`launch.on_child_death: stop`) or a signal comes.
@@ -23,6 +24,8 @@ from types import TracebackType
 import msgspec
 from rich.console import Console
 
+from knittrans_jax.admission.log import LogError
+from knittrans_jax.admission.resume import log_to_resume
 from knittrans_jax.config import Config, ConfigError, config_to_yaml
 from knittrans_jax.launch.environment import roles_of, usable_cores
 from knittrans_jax.launch.messages import Shutdown, Status, StatusRequest
@@ -37,6 +40,7 @@ STATUS_S = 0.25
 SHUTDOWN_S = 0.5
 """How long the scheduler may take to acknowledge that the run shall end."""
 LOCK = ".launcher.lock"
+CONTROL = "control.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +71,9 @@ def run(
     with RunFolder(config) as folder:
         if folder.moved_to is not None:
             console.print(f"the earlier run was moved to {folder.moved_to}", highlight=False, soft_wrap=True)
+        if config.resume:
+            what = "goes on with the run in" if folder.resumed else "no run to resume: begins one in"
+            console.print(f"{what} {folder.path}", highlight=False, soft_wrap=True)
         config_file = config.directory / "config.yaml"
         config_file.write_text(config_to_yaml(config), encoding="utf-8")
         logs = config.directory / "logs"
@@ -156,22 +163,37 @@ def _with_coordinator(config: Config) -> Config:
 
 
 class RunFolder:
-    """An empty folder for the run, locked while it runs. `moved_to`: where an earlier run of this name went."""
+    """A folder for the run, locked while it runs: an empty one, or the one of the run that is resumed.
+
+    `moved_to`: where an earlier run of this name went. `resumed`: it is gone on with.
+    """
 
     def __init__(self, config: Config) -> None:
         self.path = config.directory
         self.moved_to: Path | None = None
+        self.resumed = False
+        self._config = config
         self._lock = -1
 
     def __enter__(self) -> RunFolder:
+        """Raises `ConfigError` when the folder cannot be used, or the run in it not be resumed."""
         try:
             if self.path.exists():
-                os.close(self._take_lock())
-                self.moved_to = self._next_name()
+                self._lock = self._take_lock()
+                self.resumed = log_to_resume(self._config, self.path) is not None
+                if self.resumed:
+                    self._clear_for_resuming()
+                    return self
+                self._unlock()
+                self.moved_to = _next_name(self.path)
                 self.path.rename(self.moved_to)
             self.path.mkdir(parents=True)
             self._lock = self._take_lock()
+        except (ConfigError, LogError) as error:
+            self._unlock()
+            raise error if isinstance(error, ConfigError) else ConfigError(f"resume: {error}") from error
         except OSError as error:
+            self._unlock()
             raise ConfigError(
                 f"run_dir: cannot make the run's folder {self.path}: {error.strerror or error}"
             ) from error
@@ -180,7 +202,18 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._lock)
+        self._unlock()
+
+    def _clear_for_resuming(self) -> None:
+        (self.path / CONTROL).unlink(missing_ok=True)  # of the scheduler that is gone
+        for name in ("logs", "config.yaml"):
+            if (self.path / name).exists():
+                (self.path / name).rename(_next_name(self.path / name))
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _take_lock(self) -> int:
         lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -193,11 +226,12 @@ class RunFolder:
             ) from None
         return lock
 
-    def _next_name(self) -> Path:
-        number = 1
-        while (candidate := self.path.with_name(f"{self.path.name}.{number}")).exists():
-            number += 1
-        return candidate
+
+def _next_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return candidate
 
 
 class _SchedulerLink:
@@ -205,7 +239,7 @@ class _SchedulerLink:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._file = config.directory / "control.json"
+        self._file = config.directory / CONTROL
         self._client: ControlClient | None = None
         self._newest: Status | None = None
         self._asked_s = 0.0

@@ -114,17 +114,22 @@ class StorageOrders(Message, frozen=True, kw_only=True):
 
 
 class TrainHello(Message, frozen=True, kw_only=True):
-    """A training process registers. Answered with `TrainWelcome` when all `processes` have."""
+    """A training process registers. Answered with `TrainWelcome` when all `processes` have.
+
+    Its parameters are at `version`, after the update of plan `after_plan`, from a checkpoint (0 and -1: the initial ones).
+    """
 
     process: int
     processes: int
     pid: int
     relay: str | None = None
     """`host:port` from which the other processes get their payloads (`train.transfer: gather`), as unit `train<process>`."""
+    version: int = 0
+    after_plan: int = -1
 
 
 class TrainWelcome(Message, frozen=True, kw_only=True):
-    """All training processes are there: the group's incarnation, and the version to begin from."""
+    """All training processes are there: the group's incarnation. It begins at the version that they named."""
 
     incarnation: int
     ticket_key: bytes | None = None
@@ -140,9 +145,13 @@ class NextPlan(Message, frozen=True, kw_only=True):
 
 
 class PlanReply(Message, frozen=True, kw_only=True):
-    """The next plan, with bulk addresses and tickets by storage unit; or `plan=None`: there will be no further one."""
+    """The next plan, with bulk addresses and tickets by storage unit; or `plan=None`: there will be no further one.
+
+    `complete`: because every update of the run has been planned, not because it was broken off.
+    """
 
     plan: MiniBatchPlan | None
+    complete: bool = False
     units: dict[str, str] = {}
     tickets: dict[str, bytes] = {}
 
@@ -178,6 +187,19 @@ class UpdateDone(Message, frozen=True, kw_only=True):
     compilations: int
     compiled: tuple[str, ...] = ()
     """What was compiled since the last update, in words."""
+
+
+class CheckpointDone(Message, frozen=True, kw_only=True):
+    """A checkpoint that this process took part in is whole: of `version`, after plan `plan_id`; `oldest` is the oldest kept."""
+
+    process: int
+    incarnation: int
+    version: int
+    plan_id: int
+    oldest: int
+    size_bytes: int
+    stall_s: float
+    """What saving it took from this process's main thread."""
 
 
 class WeightsWritten(Message, frozen=True, kw_only=True):
@@ -241,6 +263,7 @@ Request = (
     | NextPlan
     | ChunkHeld
     | UpdateDone
+    | CheckpointDone
     | WeightsWritten
     | Report
     | StatusRequest

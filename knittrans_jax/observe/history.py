@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from knittrans_jax.admission import events as ev
+from knittrans_jax.admission.lineage import final_lineage
 from knittrans_jax.config import Config
 from knittrans_jax.observe.lives import Lives
 from knittrans_jax.observe.record import RunRecord, UpdateRecord
@@ -79,9 +80,10 @@ class RunHistory:
 
 
 def history_of(config: Config, events: Iterable[ev.AnyEvent]) -> RunHistory:
-    """The history of a run's events."""
-    history = RunHistory(config)
-    for event in events:
+    """The history of a log's events: of its final lineage."""
+    history, lineage = RunHistory(config), final_lineage(events)
+    history.record.resumptions = lineage.resumptions
+    for event in lineage.events:
         history.apply(event)
     return history
 

@@ -12,6 +12,7 @@ from types import TracebackType
 
 import msgspec
 
+from knittrans_jax.admission.events import Resumed, TrainGroupFormed
 from knittrans_jax.admission.log import read_log
 from knittrans_jax.config import Config
 from knittrans_jax.observe.history import RunHistory, history_of
@@ -53,7 +54,10 @@ class RunObserver:
         return self.history.record
 
     def poll(self) -> list[UpdateRecord]:
-        """Folds in what is new; returns the updates among it. A log that is not there yet has nothing new."""
+        """Folds in what is new; returns the updates among it. A log that is not there yet has nothing new.
+
+        Where a run is resumed, the lines of `metrics.jsonl` are those of its final lineage: they are written anew.
+        """
         path = self.directory / EVENTS
         try:
             if path.stat().st_size <= self._offset_bytes:
@@ -61,8 +65,16 @@ class RunObserver:
         except FileNotFoundError:
             return []
         log = read_log(path, self._offset_bytes)
+        resumed = bool(self.record.resumptions)
+        if any(isinstance(e, Resumed) or (resumed and isinstance(e, TrainGroupFormed)) for e in log.events):
+            log = read_log(path)  # what was folded in so far may not belong to the final lineage
+            self.history = history_of(self.record.config, log.events)
+            self._metrics.seek(0)
+            self._metrics.truncate()
+            updates = self.history.updates
+        else:
+            updates = [update for update in map(self.history.apply, log.events) if update is not None]
         self._offset_bytes = log.whole_bytes
-        updates = [update for update in map(self.history.apply, log.events) if update is not None]
         for update in updates:
             self._metrics.write(msgspec.json.encode(update) + b"\n")
         self._metrics.flush()

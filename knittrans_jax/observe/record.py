@@ -17,6 +17,7 @@ import msgspec
 from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.accounts import Account
 from knittrans_jax.admission.figures import RunFigures
+from knittrans_jax.admission.lineage import Resumption
 from knittrans_jax.config import Config
 from knittrans_jax.staleness import Staleness, staleness_of
 from knittrans_jax.trajectory import GroupMeta, MiniBatchPlan
@@ -100,7 +101,7 @@ class Compilations:
 
 
 class RunRecord:
-    """Folds the events of a run; `apply` returns an `UpdateRecord` for every update.
+    """Folds the events of a run's final lineage; `apply` returns an `UpdateRecord` for every update.
 
     Warm-up ends with the second train step after a training group has formed: compilations that a role reports later count as
     after warm-up.
@@ -123,6 +124,8 @@ class RunRecord:
         """Tokens of consumed trajectories, prompts included."""
         self.prompts: set[str] = set()
         self.last_update: UpdateRecord | None = None
+        self.resumptions: list[Resumption] = []
+        """Times that the run was resumed, and what that threw away: known to who takes the lineage from the log."""
         self._warm_at = 2 * config.batch.mini_batches
         self._attributes: dict[int, dict[str, str]] = {}
         self._account: dict[int, Account] = {}
@@ -173,8 +176,8 @@ class RunRecord:
 
     @property
     def elapsed_s(self) -> float:
-        """From the first event to the newest."""
-        return self.figures.last_s - (self.figures.last_s if self.figures.start_s is None else self.figures.start_s)
+        """From the first event to the newest, without the time for which the run was down."""
+        return self.since_start_s(self.figures.last_s) - self.figures.down_s
 
     def since_start_s(self, time_s: float) -> float:
         """An event's time, counted from the first event."""

@@ -436,6 +436,11 @@ def headline(summary: Summary) -> list[tuple[str, str]]:
             None if summary.compilations_after_warmup is None else f"{summary.compilations_after_warmup}",
             "compiled after warm-up",
         ),
+        (f"{len(summary.resumptions)}" if summary.resumptions else None, "times resumed from a checkpoint"),
+        (
+            f"{sum(one.updates_discarded for one in summary.resumptions):,}" if summary.resumptions else None,
+            "updates thrown away by that, not shown here",
+        ),
         (duration(summary.wall_s), "from first to last event"),
     )
     return [(value, name) for value, name in found if value is not None]

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 
 from knittrans_jax.admission.events import AnyEvent
+from knittrans_jax.admission.figures import REMAINDER
+from knittrans_jax.admission.lineage import Resumption, final_lineage
 from knittrans_jax.config import Config
 from knittrans_jax.observe.record import Recompilation, RunRecord
 from knittrans_jax.staleness import StalenessSummary
@@ -73,8 +75,18 @@ class Tools(msgspec.Struct, frozen=True, kw_only=True):
     tokens_prefilled_again: int
 
 
+class Checkpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Checkpoints of the final lineage: how many became whole, the newest one, and what they took from the trainer."""
+
+    count: int
+    version: int | None
+    size_bytes: int
+    stall_s: float
+    """Of the slowest training process's main thread, summed."""
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """See the module's opening."""
+    """See the module's opening. Figures are those of the final lineage; `resumptions` says what was thrown away."""
 
     name: str
     ended: str
@@ -120,13 +132,20 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The first of those after the warm-up, by name and shape."""
     eval_held_s: float
     """Seconds for which hosts held a version for evaluation."""
+    checkpoints: Checkpoints
+    resumptions: list[Resumption]
+    """Every time that the run was resumed, and what that threw away."""
+    remainder: dict[str, int] | None
+    """Prompts of a finite data set (times epochs) that no train batch could take, by kind; null without `train.epochs`."""
     wall_s: float
+    """From the first event to the last, without the time for which the run was down."""
 
 
 def summarise(events: Iterable[AnyEvent], config: Config) -> Summary:
-    """The summary of a run's events."""
-    record = RunRecord(config)
-    for event in events:
+    """The summary of a log's events."""
+    record, lineage = RunRecord(config), final_lineage(events)
+    record.resumptions = lineage.resumptions
+    for event in lineage.events:
         record.apply(event)
     return summary_of(record)
 
@@ -137,7 +156,7 @@ def summary_of(record: RunRecord, ended: str | None = None) -> Summary:
     batch = config.batch.mini_batches
     version, questions, exact = figures.heldout
     compilations = record.compilations
-    trained_s = figures.last_update_s - (figures.first_lease_s or 0.0) if figures.updates else 0.0
+    trained_s = figures.trained_s
     scheduler = figures.counters.get("scheduler", {})
     return Summary(
         name=config.name,
@@ -187,8 +206,25 @@ def summary_of(record: RunRecord, ended: str | None = None) -> Summary:
         },
         recompilations=list(record.recompilations),
         eval_held_s=figures.eval_held_s,
+        checkpoints=Checkpoints(
+            count=figures.checkpoints,
+            version=figures.checkpoint_version,
+            size_bytes=figures.checkpoint_bytes,
+            stall_s=figures.checkpoint_stall_s,
+        ),
+        resumptions=list(record.resumptions),
+        remainder=_remainder(scheduler) if config.train.epochs is not None else None,
         wall_s=record.elapsed_s,
     )
+
+
+def _remainder(scheduler: dict[str, float]) -> dict[str, int]:
+    """From the scheduler's last counters."""
+    return {
+        name.removeprefix(REMAINDER): int(count)
+        for name, count in scheduler.items()
+        if name.startswith(REMAINDER) and count
+    }
 
 
 def _tools(counters: dict[str, dict[str, float]]) -> Tools | None:

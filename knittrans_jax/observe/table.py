@@ -168,6 +168,22 @@ def summary_panel(summary: Summary, directory: str) -> RenderableType:
     )
     if after:
         grid.add_row("[yellow]warning[/yellow]", _late_compilations(after, summary.recompilations))
+    for one in summary.resumptions:
+        grid.add_row(
+            "resumed",
+            f"from version {one.version}: {one.updates_discarded} updates thrown away, the prompts of "
+            f"{one.groups_discarded} consumed and {one.groups_lost} open groups launched again",
+        )
+    if summary.checkpoints.count:
+        kept = summary.checkpoints
+        grid.add_row(
+            "checkpoints",
+            f"{kept.count}, the newest of version {kept.version} ({size(kept.size_bytes)}); the trainer stood still for "
+            f"{kept.stall_s:.2f} s in all",
+        )
+    if summary.remainder:
+        left = ", ".join(f"{count:,} {name}" for name, count in summary.remainder.items())
+        grid.add_row("remainder", f"prompts that filled no train batch: {left}")
     grid.add_row("groups", f"{_accounts(summary.groups)}   of {summary.groups_launched:,} launched")
     tools = summary.tools
     if tools is not None:

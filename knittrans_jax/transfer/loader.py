@@ -198,6 +198,11 @@ class ChunkLoader:
         """Goes on after the cursor's plan."""
         self._iterator.set_state(state)
 
+    @property
+    def complete(self) -> bool:
+        """Once `next()` has raised `StopIteration`: whether the run's plans are all done, and it was not broken off."""
+        return self._source.complete
+
     def interrupt(self) -> None:
         """Breaks off whatever its thread waits for: `next()` soon raises `LoaderError`. Safe in a signal handler."""
         self._stop.set()
@@ -223,6 +228,11 @@ class PlanChunks(grain.IterDataset[Chunk]):
         self._iterators.append(iterator)
         return iterator
 
+    @property
+    def complete(self) -> bool:
+        """Whether any of its iterators came to the end of the run's plans."""
+        return any(iterator.complete for iterator in self._iterators)
+
     def interrupt(self) -> None:
         """Ends the waits of all its iterators, once `stop` is set."""
         for iterator in self._iterators:
@@ -245,6 +255,7 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
     def __init__(self, options: LoaderOptions, stop: threading.Event) -> None:
         super().__init__()
         self._options, self._stop = options, stop
+        self.complete = False
         self._scheduler: Scheduler | None = None
         self._clients = UnitClients(options.peer, options.pull_timeout_s, options.pull_retries, stop.is_set)
         on_demand = options.transfer == "on_demand"
@@ -335,6 +346,7 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
         if not isinstance(reply, PlanReply):
             raise ControlError(f"expected PlanReply to NextPlan, got {type(reply).__name__}")
         self._clients.renew(reply.units, reply.tickets)
+        self.complete = reply.complete
         return reply.plan
 
     # --- payloads -------------------------------------------------------------------------------------------------------

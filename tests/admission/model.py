@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.scheduler import SchedulerCore, Step
@@ -47,7 +47,12 @@ def make_prompts(counts: Mapping[str, int], attribute: str = "domain") -> list[t
     return [(f"{value}-{i}", {attribute: value}) for value, count in counts.items() for i in range(count)]
 
 
-def make_core(config: Config, prompts: list[tuple[str, dict[str, str]]], heldout: int = 6) -> SchedulerCore:
+def make_core(
+    config: Config,
+    prompts: list[tuple[str, dict[str, str]]],
+    heldout: int = 6,
+    history: Sequence[ev.AnyEvent] = (),
+) -> SchedulerCore:
     return SchedulerCore(
         config,
         train_prompts=prompts,
@@ -63,6 +68,7 @@ def make_core(config: Config, prompts: list[tuple[str, dict[str, str]]], heldout
         group_bytes=GROUP_BYTES,
         ticket_key=bytes(32),
         new_nonce=lambda: bytes(16),
+        history=history,
     )
 
 
@@ -136,6 +142,8 @@ class Model:
         self.incarnation = -1
         self.plan: msg.PlanReply | None = None
         self.after_plan = -1
+        self.checkpoints: list[tuple[int, int]] = []
+        """(version, after plan) on disk, oldest first; two are kept."""
         self.trainer_done = False
         self.plans: list[msg.PlanReply] = []
         self._answers: dict[object, msg.Reply] = {}
@@ -235,15 +243,20 @@ class Model:
 
     # --- trainer ---------------------------------------------------------------------------------------------------------
 
-    def hello(self) -> None:
+    def hello(self, version: int = 0, after_plan: int = -1) -> None:
+        """The training processes register, with what they restored."""
+        self.version, self.after_plan = version, after_plan
         tokens = [
-            self.send(msg.TrainHello(process=p, processes=self.processes, pid=100 + p)) for p in range(self.processes)
+            self.send(
+                msg.TrainHello(process=p, processes=self.processes, pid=100 + p, version=version, after_plan=after_plan)
+            )
+            for p in range(self.processes)
         ]
         for token in tokens:
             welcome = self.answer(token)
             assert isinstance(welcome, msg.TrainWelcome)
             self.incarnation = welcome.incarnation
-        self.write(0)
+        self.write(version)
 
     def write(self, version: int) -> None:
         for process in range(self.processes):
@@ -298,13 +311,38 @@ class Model:
         every = self.core.config.batch.mini_batches if self.core.config.train.publish == "train_batch" else 1
         if self.version % every == 0:
             self.write(self.version)
+        self.checkpoint()
         return True
+
+    def checkpoint(self) -> None:
+        """Takes one where it is due."""
+        config = self.core.config
+        every = config.checkpoint.every_train_batches * config.batch.mini_batches
+        if not every or self.version % every:
+            return
+        self.checkpoints = [*self.checkpoints, (self.version, self.after_plan)][-2:]
+        for process in range(self.processes):
+            request = msg.CheckpointDone(
+                process=process,
+                incarnation=self.incarnation,
+                version=self.version,
+                plan_id=self.after_plan,
+                oldest=self.checkpoints[0][0],
+                size_bytes=1,
+                stall_s=0.0,
+            )
+            assert isinstance(self.ask(request), msg.Ack)
 
     # --- whole runs --------------------------------------------------------------------------------------------------------
 
     def run(self, rounds: int = 3000, fail_rate: float = 0.0) -> None:
         """Lets everything happen in random order until the run has ended; fails when it does not."""
         self.hello()
+        self.go_on(rounds, fail_rate)
+        assert self.core.finished, f"no end after {rounds} rounds: {self.core.status()}"
+
+    def go_on(self, rounds: int, fail_rate: float = 0.0) -> None:
+        """So many things happen in random order, or until the run has ended."""
         for _ in range(rounds):
             if self.core.finished:
                 return
@@ -320,7 +358,6 @@ class Model:
             else:
                 self.tick(0.5)
                 self._answers.clear()
-        raise AssertionError(f"no end after {rounds} rounds: {self.core.status()}")
 
 
 # --- the beginning of a run, and single reports ---------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_what_is_compiled_late_is_a_warning_that_names_the_program_and_the_shape
 
 def test_a_process_started_anew_warms_up_anew(tmp_path: Path) -> None:
     log = events()
-    formed = ev.TrainGroupFormed(time_s=6.5, incarnation=1, processes=1)
+    formed = ev.TrainGroupFormed(time_s=6.5, incarnation=1, processes=1, version=4, after_plan=3, evaluated=4)
     at = next(i for i, one in enumerate(log) if isinstance(one, ev.Consumed) and one.update == 4)
     one = history(tmp_path, [*log[: at - 1], formed, *log[at - 1 :]])
     assert one.record.compilations["train"].after_warmup == 0

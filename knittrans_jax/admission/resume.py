@@ -1,0 +1,73 @@
+"""Whether a run may go on from its log: what of its configuration must be as it was, and why it may not be resumed at all.
+
+The event log is the one source of truth of a run. A checkpoint holds the training state, and names the position in the log that
+it belongs to: the plan whose update led to it. Everything else (accounts, prompt order, evaluations, train batch) follows from
+the events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from knittrans_jax.admission import events as ev
+from knittrans_jax.admission.log import ReadLog, read_log
+from knittrans_jax.config import Config, ConfigError, config_to_dict
+
+FIXED = ("seed", "task", "model", "batch")
+"""Sections that the events and the parameters of a run depend on. Others may change: timeouts, mesh, hosts, updates, ..."""
+
+
+def log_to_resume(config: Config, directory: Path) -> ReadLog | None:
+    """The log of the run that `resume: true` goes on with; None: there is none, and the run begins.
+
+    Raises:
+        ConfigError: the run has finished, or its configuration was another one.
+        LogError: the log is damaged.
+    """
+    path = directory / "events.log"
+    if not config.resume or not path.exists():
+        return None
+    log = read_log(path)
+    if not log.events:
+        path.unlink()  # its scheduler died before the first event
+        return None
+    check_resume(config, log.events)
+    return log
+
+
+def check_resume(config: Config, events: Sequence[ev.AnyEvent]) -> None:
+    """Raises `ConfigError` when a run with these events cannot go on with this configuration."""
+    begun = next((event for event in reversed(events) if isinstance(event, ev.RunStarted | ev.Resumed)), None)
+    if begun is None or not isinstance(events[0], ev.RunStarted):
+        raise ConfigError(
+            f"resume: the event log of run {config.name} does not begin with a configuration; it is not one"
+        )
+    now = config_to_dict(config)
+    for section in FIXED:
+        key, before, after = _first_difference(section, begun.config.get(section), now[section])
+        if key:
+            raise ConfigError(
+                f"{key}: was {before!r} when run {config.name} began; a resumed run keeps {', '.join(FIXED)} (value {after!r})"
+            )
+    version = sum(1 if isinstance(event, ev.Consumed) else 0 for event in events)
+    if isinstance(events[-1], ev.RunEnded) and events[-1].reason == "finished":
+        ends = {key: (begun.config["train"].get(key), now["train"][key]) for key in ("updates", "epochs")}
+        if all(before == after for before, after in ends.values()):
+            raise ConfigError(
+                f"resume: run {config.name} has finished, after {version} updates; to train on, raise train.updates or "
+                f"train.epochs; to begin anew, leave resume out (value {config.resume})"
+            )
+
+
+def _first_difference(key: str, before: Any, after: Any) -> tuple[str, Any, Any]:
+    """The first key that differs, and both values; an empty key: none."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in [*after, *(name for name in before if name not in after)]:
+            found = _first_difference(f"{key}.{name}", before.get(name), after.get(name))
+            if found[0]:
+                return found
+        return "", None, None
+    same = before == after or (isinstance(before, list | tuple) and list(before) == list(after or ()))
+    return ("", None, None) if same else (key, before, after)
