@@ -57,7 +57,7 @@ def test_a_grid_picture_shows_the_digits_that_its_answers_name():
     label_of = {image.tobytes(): label for image, label in zip(digits.images_NxHxW, digits.labels_N, strict=True)}
     for prompt in task.prompts("heldout")[:50]:
         grid = task.grid(prompt.prompt_id)
-        picture = grid.picture_HxWxC[..., 0]
+        picture = grid.picture_HxWx1[..., 0]
         cells = [picture[8 * r : 8 * r + 8, 8 * c : 8 * c + 8] for r in (0, 1) for c in (0, 1)]
         seen = [str(label_of[np.ascontiguousarray(cell).tobytes()]) for cell in cells]
         assert len(set(grid.questions)) == 3
@@ -79,7 +79,7 @@ def test_a_grid_episode_shows_its_picture_in_every_turn_and_scores_each_answer()
         assert isinstance(turn, Turn)
         picture, text = turn.parts
         assert text == question
-        assert np.array_equal(picture, grid.picture_HxWxC)
+        assert np.array_equal(picture, grid.picture_HxWx1)
         turn = episode.respond(grid.truth(question) if index else "")
     assert turn is None
     outcome = episode.outcome()
@@ -121,16 +121,16 @@ def test_variation_is_on_training_pictures_only_and_the_same_every_time(options:
     name = clean.prompts("train")[3].prompt_id
     one, two, three = (task.episode(name) for task in (clean, noisy, again))
     assert one.truth == two.truth
-    assert not np.array_equal(one.picture_HxWxC, two.picture_HxWx1)
-    assert np.array_equal(two.picture_HxWxC, three.picture_HxWx1)
+    assert not np.array_equal(one.picture_HxWxC, two.picture_HxWxC)
+    assert np.array_equal(two.picture_HxWxC, three.picture_HxWxC)
     heldout = clean.prompts("heldout")[3].prompt_id
-    assert np.array_equal(clean.episode(heldout).picture_HxWxC, noisy.episode(heldout).picture_HxWx1)
+    assert np.array_equal(clean.episode(heldout).picture_HxWxC, noisy.episode(heldout).picture_HxWxC)
 
 
 def test_a_prompt_depends_on_its_id_and_the_seed_alone():
     one, other, reseeded = GridLookup({}, 5), GridLookup({"train_prompts": 10}, 5), GridLookup({}, 6)
-    assert np.array_equal(one.grid("train-000003").picture_HxWxC, other.grid("train-000003").picture_HxWx1)
-    assert not np.array_equal(one.grid("train-000003").picture_HxWxC, reseeded.grid("train-000003").picture_HxWx1)
+    assert np.array_equal(one.grid("train-000003").picture_HxWx1, other.grid("train-000003").picture_HxWx1)
+    assert not np.array_equal(one.grid("train-000003").picture_HxWx1, reseeded.grid("train-000003").picture_HxWx1)
     with pytest.raises(KeyError, match=r"train-000010.*train-000000 to train-000009"):
         other.grid("train-000010")
 
