@@ -55,7 +55,7 @@ WRONG = [
     (["batch.quotas.domain={diagonals: {min: 1}}"], "batch.quotas.domain.diagonals", "min 1", "cells (2048)"),
     (["batch.quotas.domain={cells: {max: 1}, rows: {max: 1}}"], "batch.quotas.domain", "", "fewer than batch.groups"),
     (["rollout.storage_bytes=1000"], "rollout.storage_bytes", "1000", "smallest budget that works"),
-    (["train.mesh={data: 1, fsdp: 5}", "train.processes=5"], "train.mesh", "5", "d_model = 64"),
+    (["train.mesh={data: 1, fsdp: 5}", "train.processes=5"], "train.mesh", "5", "vocabulary rows"),
     (["eval.final_prompts=100000"], "eval.final_prompts", "100000", "held-out prompts"),
 ]
 
