@@ -33,7 +33,7 @@ import xxhash
 from jax._src import distributed  # the coordinator's client, for its store with a deadline; JAX has no public one
 
 from knittrans_jax.observe.summary import write_atomically
-from knittrans_jax.train.state import TrainState
+from knittrans_jax.train.state import TrainState, with_moments_as, with_other_moments
 
 STATE, CURSOR, SUMS = "state", "cursor", "checksums.json"
 READ_BYTES = 4 * 2**20
@@ -106,18 +106,7 @@ class Checkpoints:
                 self._refuse(version, refused[-1])
                 continue
             try:
-                found = self._manager.restore(
-                    version,
-                    args=ocp.args.Composite(
-                        **{
-                            STATE: ocp.args.PyTreeRestore(
-                                item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted)
-                            ),
-                            CURSOR: ocp.args.JsonRestore(),
-                        }
-                    ),
-                )
-                return found[STATE], msgspec.convert(found[CURSOR], Cursor)
+                return self._read(version, wanted)
             except Exception as error:
                 raise CheckpointError(
                     f"{self._directory / str(version)} is whole, but does not fit this run: {type(error).__name__}: "
@@ -187,6 +176,28 @@ class Checkpoints:
             self.close()
         else:
             self._summing.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, version: int, wanted: TrainState) -> tuple[TrainState, Cursor]:
+        """Reads a checkpoint in the form that is wanted, or else in that of a mesh that keeps Adam's moments otherwise."""
+
+        def read(form: TrainState) -> tuple[TrainState, Cursor]:
+            state = ocp.args.PyTreeRestore(item=form, restore_args=ocp.checkpoint_utils.construct_restore_args(form))
+            found = self._manager.restore(
+                version, args=ocp.args.Composite(**{STATE: state, CURSOR: ocp.args.JsonRestore()})
+            )
+            return found[STATE], msgspec.convert(found[CURSOR], Cursor)
+
+        try:
+            return read(wanted)
+        except Exception as error:
+            other = with_other_moments(wanted)
+            if other is None:
+                raise
+            try:
+                state, cursor = read(other)
+            except Exception:
+                raise error from None  # the first one says what is wrong
+            return with_moments_as(state, wanted), cursor
 
     def _open(self) -> ocp.CheckpointManager:
         timeout_s = max(1, int(self._timeout_s))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 
@@ -89,3 +91,43 @@ def init_state(
     """Version 0."""
     opt_state = optimizer.init(trained_params(params, frozen_encoder))
     return TrainState(update=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
+
+
+def with_other_moments(wanted: TrainState) -> TrainState | None:
+    """`wanted`, abstract, as another mesh keeps it: Adam's moments as trees instead of one vector, or the other way round.
+
+    Its moments are whole on every device. None: there is no other form (the state is not Adam's).
+    """
+    adam = wanted.opt_state
+    if not isinstance(adam, optax.ScaleByAdamState):
+        return None
+    alike = wanted.update.sharding
+    moments = jax.tree.leaves(adam.mu)
+    if isinstance(adam.mu, jax.ShapeDtypeStruct):
+        trained = (trained_params(wanted.params, frozen) for frozen in (False, True))
+        shapes = next((tree for tree in trained if sum(p.size for p in jax.tree.leaves(tree)) == adam.mu.size), None)
+        if shapes is None:
+            return None
+        other = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=alike), shapes)
+    else:
+        other = jax.ShapeDtypeStruct((sum(one.size for one in moments),), moments[0].dtype, sharding=alike)
+    return dataclasses.replace(wanted, opt_state=adam._replace(mu=other, nu=other))
+
+
+def with_moments_as(found: TrainState, wanted: TrainState) -> TrainState:
+    """A state that `with_other_moments(wanted)` describes, in the form and the shardings of `wanted`."""
+
+    def convert(moments: Any, like: Any) -> Any:
+        vector = np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(moments)])
+        leaves, structure = jax.tree.flatten(like)
+        parts = np.split(vector, np.cumsum([leaf.size for leaf in leaves])[:-1])
+        placed = [
+            jax.make_array_from_callback(leaf.shape, leaf.sharding, part.reshape(leaf.shape).__getitem__)
+            for part, leaf in zip(parts, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(structure, placed)
+
+    adam, into = found.opt_state, wanted.opt_state
+    return dataclasses.replace(
+        found, opt_state=adam._replace(mu=convert(adam.mu, into.mu), nu=convert(adam.nu, into.nu))
+    )

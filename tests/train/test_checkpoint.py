@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from knittrans_jax.config import OptimizerConfig
 from knittrans_jax.train.checkpoint import CheckpointError, Checkpoints, Cursor, Saved
-from knittrans_jax.train.state import TrainState
+from knittrans_jax.train.state import TrainState, init_state, make_optimizer
 
 pytestmark = pytest.mark.newest
 
@@ -117,6 +118,28 @@ def test_one_of_another_model_is_an_error_and_stays_where_it_is(tmp_path: Path):
     with opened(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="does not fit this run"):
         checkpoints.restore(other)
     assert restored_version(tmp_path) == 4
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_moments_that_another_mesh_kept_as_one_vector_or_as_trees_come_back_as_they_are_wanted(
+    split: bool, tmp_path: Path
+):
+    params = {"decoder": {"b": jnp.arange(3.0), "w": jnp.ones((4, 5))}, "encoder": {"w": jnp.zeros((2, 2))}}
+    kept, wanted = (
+        init_state(params, make_optimizer(OptimizerConfig(), 10, split_params=one)) for one in (split, not split)
+    )
+    rng = np.random.default_rng(0)
+    filled = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), kept.opt_state)
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(dataclasses.replace(kept, opt_state=filled), Cursor(version=4, after_plan=3))
+    with opened(tmp_path) as checkpoints:
+        found = checkpoints.restore(wanted)
+    assert found is not None
+    got = found[0].opt_state
+    assert jax.tree.structure(got) == jax.tree.structure(wanted.opt_state)
+    for ours, theirs in ((got.mu, filled.mu), (got.nu, filled.nu)):
+        got_V, kept_V = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (ours, theirs))
+        np.testing.assert_array_equal(got_V, kept_V)
 
 
 def test_a_save_that_failed_comes_up_at_the_next_check(tmp_path: Path):
