@@ -205,7 +205,8 @@ class CheckpointConfig(Section, frozen=True):
 
     every_train_batches: NonNegativeInt = 10
     """0: none, not even after the last update."""
-    keep: PositiveInt = 3
+    keep: Annotated[int, msgspec.Meta(ge=2)] = 3
+    """At least 2: the one before stays until the newest is complete."""
     timeout_s: PositiveFloat = 600.0
     """Deadline of writing one, and of the processes' waits for each other."""
 

@@ -35,6 +35,7 @@ from jax._src import distributed  # the coordinator's client, for its store with
 from knittrans_jax.observe.summary import write_atomically
 from knittrans_jax.train.state import TrainState, with_moments_as, with_other_moments
 
+UNSEALED = "its run ended before it was complete"
 STATE, CURSOR, SUMS = "state", "cursor", "checksums.json"
 READ_BYTES = 4 * 2**20
 _asked = itertools.count()
@@ -70,13 +71,15 @@ class Checkpoints:
 
         Args:
             directory: holds a folder per version.
-            keep: checkpoints that are kept; older ones are deleted.
+            keep: checkpoints that are kept, at least 2: the one before stays until the newest is sealed. Older ones are deleted.
             timeout_s: deadline of writing one, and of the processes' waits for each other.
             on_saved: called from `check` and `close` when a checkpoint has become whole.
 
         Raises:
             CheckpointError: the folder cannot be made or read.
         """
+        if keep < 2:
+            raise ValueError(f"checkpoints: keep must be at least 2 (value {keep})")
         self.on_saved = on_saved
         self._directory, self._keep, self._timeout_s = directory.absolute(), keep, timeout_s
         self._pending: tuple[Cursor, float] | None = None
@@ -112,7 +115,7 @@ class Checkpoints:
                     f"{self._directory / str(version)} is whole, but does not fit this run: {type(error).__name__}: "
                     f"{_first_line(error)}; is model, train.optimizer or train.encoder_mode another one?"
                 ) from error
-        if refused:
+        if any(UNSEALED not in reason for reason in refused):
             raise CheckpointError("no checkpoint can be read:\n" + "\n".join(refused))
         return None
 
@@ -293,7 +296,7 @@ def _damage(folder: Path) -> str | None:
         wanted = msgspec.json.decode((folder / SUMS).read_bytes(), type=dict[str, tuple[int, str]])
         found = _checksums(folder)
     except FileNotFoundError:
-        return f"has no {SUMS}: its run ended before it was complete"
+        return f"has no {SUMS}: {UNSEALED}"
     except (OSError, msgspec.MsgspecError) as error:
         return f"cannot be read: {_first_line(error)}"
     for name in sorted(wanted.keys() | found.keys()):

@@ -20,6 +20,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +155,13 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
             writer.close()
             checkpoints.close()
             control.call(msg.Report(role=f"train{index}", counters=trainer.counters()))
-        except (LoaderError, ControlError, WeightsError, CheckpointError):
+        except (LoaderError, ControlError, WeightsError):
             if not stop.is_set():
                 raise  # else: told to end, and the wait that this broke off is no failure
+        except CheckpointError:
+            if not stop.is_set():
+                traceback.print_exc()
+                os._exit(1)  # Orbax's threads may wait for minutes for what does not come, and the interpreter for them
         except BadNumbersError as bad:
             _keep_mini_batch(config, setup, run_dir, index, incarnation, control, trainer, bad)
             raise

@@ -51,9 +51,9 @@ class Evaluations:
         self._timeout_s = config.admission.lease_timeout_s
         self._next_version = self._every
         self._next_id = 0
-        self._log: dict[int, tuple[int, int]] = {}
+        self._log: dict[int, tuple[int, tuple[str, ...]]] = {}
         """Version and prompts of leases in the log of a resumed run."""
-        self._done: collections.Counter[int] = collections.Counter()
+        self._done: collections.defaultdict[int, set[str]] = collections.defaultdict(set)
         """Prompts done in that log, by version."""
         self.waiting: list[Share] = []
         self.leases: dict[int, EvalLeaseRecord] = {}
@@ -76,10 +76,13 @@ class Evaluations:
         elif version < self._next_version:
             return
         self._next_version = (version // self._every + 1) * self._every
-        prompts = self._final_prompts if final else self._prompts
+        begun = self._done.get(version, set()).union(
+            *(lease.share.prompt_ids for lease in self.leases.values() if lease.version == version)
+        )
+        prompts = [prompt for prompt in (self._final_prompts if final else self._prompts) if prompt not in begun]
         self.shares_superseded += len(self.waiting)
         parts = max(1, min(hosts, len(prompts)))
-        self.waiting = [Share(prompts[part::parts], final) for part in range(parts)] if prompts else []
+        self.waiting = [Share(tuple(prompts[part::parts]), final) for part in range(parts)] if prompts else []
 
     def conclude(self, version: int, hosts: int) -> None:
         """The run ends with this published version, before `train.updates`: plans the final evaluation."""
@@ -91,10 +94,10 @@ class Evaluations:
         match event:
             case ev.EvalLeased():
                 self._next_id = event.eval_id + 1
-                self._log[event.eval_id] = event.version, len(event.prompt_ids)
+                self._log[event.eval_id] = event.version, event.prompt_ids
             case ev.EvalDone():
                 version, prompts = self._log.pop(event.eval_id)
-                self._done[version] += prompts
+                self._done[version].update(prompts)
             case ev.TrainGroupFormed():
                 self.resume(event.version)
             case _:
@@ -105,7 +108,7 @@ class Evaluations:
 
         Evaluations after that one are due again.
         """
-        final, prompts = len(self._final_prompts), len(self._prompts)
+        final, prompts = set(self._final_prompts), set(self._prompts)
         complete = [v for v, done in self._done.items() if done >= (final if v >= self._last_update else prompts)]
         evaluated = max((v for v in complete if v <= version), default=-1)
         for undone in [v for v in self._done if v > evaluated]:
@@ -128,7 +131,10 @@ class Evaluations:
 
     def done(self, eval_id: int) -> EvalLeaseRecord | None:
         """A result came -> its lease, or None when it ended before (a duplicate, or too late)."""
-        return self.leases.pop(eval_id, None)
+        lease = self.leases.pop(eval_id, None)
+        if lease is not None:
+            self._done[lease.version].update(lease.share.prompt_ids)
+        return lease
 
     def expire(self, now_s: float) -> list[EvalLeaseRecord]:
         """Ends the leases that ran out and puts their shares back; a share past `MAX_ATTEMPTS` is returned only."""

@@ -149,6 +149,8 @@ def _read_records(path: Path, content: bytes, offset: int, base: int) -> ReadLog
         if end > len(content):
             break
         length, checksum = _HEADER.unpack_from(content, offset)
+        if not any(view[end:]) and (not length or end + length <= len(content)):
+            break  # space that a crash left unwritten reads as zeros
         body = view[end : end + length]
         if len(body) < length and length <= MAX_RECORD_BYTES:
             break

@@ -51,10 +51,33 @@ def check_resume(config: Config, events: Sequence[ev.AnyEvent]) -> None:
             raise ConfigError(
                 f"{key}: was {before!r} when run {config.name} began; a resumed run keeps {', '.join(FIXED)} (value {after!r})"
             )
+    epochs = 1 + max((event.epoch for event in events if isinstance(event, ev.Leased)), default=-1)
+    if config.train.epochs is not None and config.train.epochs < epochs:
+        raise ConfigError(
+            f"train.epochs: run {config.name} has launched prompts of {epochs} epochs already (value {config.train.epochs})"
+        )
+    oldest = max((event.oldest for event in events if isinstance(event, ev.Checkpointed)), default=0)
+    if config.train.updates < oldest:
+        raise ConfigError(
+            f"train.updates: the oldest checkpoint of run {config.name} is of version {oldest} (value {config.train.updates})"
+        )
+    bound = config.admission.staleness_bound
+    if bound is not None:
+        oldest_tokens: dict[int, int] = {}
+        for event in events:
+            if isinstance(event, ev.Ready):
+                oldest_tokens[event.group.group_id] = min(one.version_min for one in event.group.trajectories)
+            elif isinstance(event, ev.Admitted):
+                stalest = max(event.plan.update - oldest_tokens[group.group_id] for group in event.plan.groups)
+                if stalest > bound:
+                    raise ConfigError(
+                        f"admission.staleness_bound: run {config.name} has admitted groups {stalest} updates old; a resumed "
+                        f"run's bound cannot be below that (value {bound})"
+                    )
     version = sum(1 if isinstance(event, ev.Consumed) else 0 for event in events)
     if isinstance(events[-1], ev.RunEnded) and events[-1].reason == "finished":
         ends = {key: (begun.config["train"].get(key), now["train"][key]) for key in ("updates", "epochs")}
-        if all(before == after for before, after in ends.values()):
+        if all(before == after or (None not in (before, after) and after < before) for before, after in ends.values()):
             raise ConfigError(
                 f"resume: run {config.name} has finished, after {version} updates; to train on, raise train.updates or "
                 f"train.epochs; to begin anew, leave resume out (value {config.resume})"

@@ -185,6 +185,15 @@ def test_a_log_is_gone_on_with_after_its_torn_tail(tmp_path: Path):
     assert again.events == [*whole.events, ev.RunEnded(time_s=1e8, reason="again")]
 
 
+@pytest.mark.parametrize("tail", [bytes(8), bytes(100), bytes(4096), b"\x40\0\0\0" + bytes(200)])
+def test_a_tail_of_zeros_is_a_torn_one(tail: bytes, tmp_path: Path):
+    path = begun_log(tmp_path, finite_config())
+    whole = read_log(path)
+    path.write_bytes(path.read_bytes() + tail)
+    assert read_log(path).events == whole.events
+    assert read_log(path).torn_bytes == len(tail)
+
+
 def test_a_log_that_something_else_writes_is_not_gone_on_with(tmp_path: Path):
     path = begun_log(tmp_path, finite_config())
     read = read_log(path)
@@ -214,6 +223,40 @@ def test_a_finished_run_is_resumed_only_for_more(tmp_path: Path):
         log_to_resume(config, tmp_path)
     further = make_config(train__updates=400, train__epochs=EPOCHS + 1, admission__look_ahead_groups=4, resume=True)
     check_resume(further, read_log(path).events)
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"train__epochs": 1}, r"train\.epochs"),
+        ({"admission__staleness_bound": 0}, r"admission\.staleness_bound"),
+        ({"train__updates": 4}, r"train\.updates"),
+    ],
+)
+def test_settings_that_the_log_has_gone_beyond_are_refused_by_name(changed: dict, key: str):
+    kept = {"train__epochs": EPOCHS, "admission__look_ahead_groups": 4, "checkpoint__every_train_batches": 1}
+    life = Life(make_config(train__updates=400, **kept), make_prompts({"a": 12, "b": 12}))
+    life.live(3, 500)
+    with pytest.raises(ConfigError, match=key):
+        check_resume(make_config(**({"train__updates": 400} | kept | changed), resume=True), life.events)
+
+
+def test_the_last_version_of_finite_data_is_evaluated_once_however_the_end_was_interrupted():
+    life = Life(finite_config(checkpoint__every_train_batches=1), make_prompts({"a": 12, "b": 12}))
+    life.live(3, 6000)
+    while not isinstance(life.events[-1], ev.EvalDone):
+        life.events.pop()
+    model = life.live(4, 6000)
+    assert model.core.finished
+    last = model.core.state.version
+    asked = [
+        prompt
+        for event in final_lineage(life.events).events
+        if isinstance(event, ev.EvalLeased) and event.version == last
+        for prompt in event.prompt_ids
+    ]
+    assert sorted(asked) == sorted(set(asked))
+    assert len(asked) == life.config.eval.final_prompts
 
 
 def test_updates_evaluations_and_versions_that_were_taken_back_are_not_in_the_final_lineage():

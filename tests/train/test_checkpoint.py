@@ -104,6 +104,14 @@ def test_a_damaged_one_is_refused_by_name_and_the_one_before_is_taken(
     assert restored_version(tmp_path) == 8
 
 
+def test_where_only_the_first_was_not_sealed_training_begins_anew(tmp_path: Path):
+    save(tmp_path, 4)
+    never_seal(tmp_path / "4")
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.restore(state(0)) is None
+    assert (tmp_path / "refused-4").is_dir()
+
+
 def test_with_only_damaged_ones_the_error_names_each(tmp_path: Path):
     save(tmp_path, 4, 8)
     for version in ("4", "8"):
@@ -143,16 +151,31 @@ def test_moments_that_another_mesh_kept_as_one_vector_or_as_trees_come_back_as_t
 
 
 def test_a_save_that_failed_comes_up_at_the_next_check(tmp_path: Path):
-    checkpoints = opened(tmp_path / "gone")
-    shutil.rmtree(tmp_path / "gone")
-    (tmp_path / "gone").write_text("a file where the folder was")
+    code = """
+import os, shutil, sys
+from pathlib import Path
+from knittrans_jax.train.checkpoint import CheckpointError, Cursor
+from tests.train.test_checkpoint import opened, state
+folder = Path(sys.argv[1])
+checkpoints = opened(folder)
+shutil.rmtree(folder)
+folder.write_text("a file where the folder was")
+try:
+    checkpoints.save(state(4), Cursor(version=4, after_plan=0))
+    checkpoints.close()
+except CheckpointError as error:
+    print(error, flush=True)
+os._exit(0)  # as a training process does: Orbax's threads would hold the interpreter up
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "c")], capture_output=True, text=True, timeout=120
+    )
+    assert f"checkpoint of version 4 in {tmp_path / 'c'} could not be written" in done.stdout, done.stderr
 
-    def train_on() -> None:
-        checkpoints.save(state(4), Cursor(version=4, after_plan=0))
-        checkpoints.close()
 
-    with pytest.raises(CheckpointError, match=r"checkpoint of version 4 .* could not be written"):
-        train_on()
+def test_one_alone_cannot_be_kept(tmp_path: Path):
+    with pytest.raises(ValueError, match="at least 2"):
+        opened(tmp_path, keep=1)
 
 
 @pytest.mark.slow
