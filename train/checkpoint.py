@@ -71,7 +71,7 @@ class Checkpoints:
 
         Args:
             directory: holds a folder per version.
-            keep: checkpoints that are kept, at least 2: the one before stays until the newest is sealed. Older ones are deleted.
+            keep: checkpoints that are kept, at least 2: the one before stays until the newest is sealed.
             timeout_s: deadline of writing one, and of the processes' waits for each other.
             on_saved: called from `check` and `close` when a checkpoint has become whole.
 
