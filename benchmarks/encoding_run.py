@@ -61,7 +61,10 @@ def load(mini_batch: MiniBatch, programs: StepPrograms, configured: ConfiguredMo
     if work.copies is not None:
         copies_shape = pack.copies_shape(plan, work.copies, SPEC)
         encoder_rows = rows_to_feed(programs.chunk_sharding, copies_shape, CHUNK_ROW_AXIS)
-        packed = pack.pack_copies(plan, 0, rows, encoder_rows, mini_batch.media, SPEC, work.copies)
+        count = plan.chunk_micro_batches
+        cells = pack.product_cells(count, encoder_rows)
+        flat = pack.pack_copies(plan, 0, cells, mini_batch.media, SPEC, work.copies)
+        packed = ImageArrays(*(array.reshape(count, len(encoder_rows), *array.shape[1:]) for array in flat))
         images = _to_mesh(packed, programs.chunk_sharding, CHUNK_ROW_AXIS, copies_shape[1])
     else:
         image_shape = pack.image_shape(plan, SPEC)
