@@ -329,11 +329,12 @@ class Overlapping:
 class OverlappingPicker:
     """`Picker` on a pool: what the witness contains is taken at once; a kind that cannot be taken once never can."""
 
-    __slots__ = ("_blocked", "_completion", "_index", "_left", "_work")
+    __slots__ = ("_blocked", "_completion", "_index", "_left", "_origin", "_taken", "_work")
 
     def __init__(
         self, completion: Overlapping, pool: list[int], wanted: list[int], class_of: list[int], witness: list[int]
     ) -> None:
+        self._origin, self._taken = completion, [0] * len(pool)
         self._completion = completion.copy()
         self._completion._witness = witness
         self._index = completion.space.index
@@ -356,9 +357,12 @@ class OverlappingPicker:
             work.space.asked += 1
         work.remove(t)
         self._completion.subtract(t, 1)
+        self._taken[t] += 1
         self._left -= 1
         if not self._left:
             self._completion.keep(work.witness)
+            # The batch picked from will be asked next, for a part of what was picked or for all of it.
+            self._origin.keep([a + b for a, b in zip(self._taken, work.witness, strict=True)])
         return True
 
     def skip(self, kind: Kind) -> None:

@@ -237,7 +237,7 @@ def _run_jobs(suite: SuiteConfig, progress: Callable[[str, int, int], None]) -> 
     def job(name: str, policy: str, limits_s: tuple[float, ...] = ()) -> Job:
         return Job(name, suite.library[name], suite.pace, policy, suite.publish[0], limits_s)
 
-    # What takes long goes first, so that no worker is left with it at the end.
+    # What takes long goes first, so that no worker is left with it at the end; a baseline before what waits for it.
     names = sorted(suite.names, key=lambda one: (suite.library[one].domain is None, -len(suite.library[one].quotas)))
     first = BASELINE if BASELINE in suite.policies else suite.policies[0]
     waiting = [job(name, first) for name in names]
@@ -247,8 +247,11 @@ def _run_jobs(suite: SuiteConfig, progress: Callable[[str, int, int], None]) -> 
     context = multiprocessing.get_context("spawn")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the workers are what runs in parallel
     with concurrent.futures.ProcessPoolExecutor(suite.workers, context, _end_with_parent) as pool:
-        running = {pool.submit(run_job, one): one for one in waiting}
-        while running:
+        running: dict[concurrent.futures.Future[Done], Job] = {}
+        while waiting or running:
+            while waiting and len(running) < suite.workers:
+                one = waiting.pop(0)
+                running[pool.submit(run_job, one)] = one
             timeout_s = max(0.0, end_s - time.monotonic())
             finished, _ = concurrent.futures.wait(running, timeout_s, concurrent.futures.FIRST_COMPLETED)
             if not finished:
@@ -261,10 +264,10 @@ def _run_jobs(suite: SuiteConfig, progress: Callable[[str, int, int], None]) -> 
                 progress(f"{one.name}, {one.policy}", len(done), total)
                 if one.policy == first:
                     limits_s = _limits(done[one.name, one.policy][0][suite.publish[0]], suite.pace)
-                    for policy in suite.policies:
-                        if policy != first:
-                            follower = job(one.name, policy, limits_s)
-                            running[pool.submit(run_job, follower)] = follower
+                    followers = [policy for policy in suite.policies if policy != first]
+                    # Figures are read off our own curve at these limits; the other curves are only shown.
+                    waiting += [job(one.name, policy, limits_s if policy == OURS else ()) for policy in followers]
+                    waiting.sort(key=lambda later: names.index(later.name))
     return done
 
 
