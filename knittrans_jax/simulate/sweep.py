@@ -6,8 +6,9 @@ How, the same for every policy:
    composition of a batch, and by latency, each domain as many groups as are still in flight when they are due;
    beyond the first look-ahead at which the trainer never waits (`NEVER`) more of it is only staler, and is left out;
 2. for each limit on step time that a figure asks for, the least look-ahead of each family that keeps it, by bisection;
-3. with domains, from the least stale setting that keeps the limit: one domain's look-ahead up or down, while that helps. The
-   search uses `SEARCH_SEEDS` seeds; what it proposes is then measured with all, like every point of the frontier.
+3. with domains, from the least stale setting that keeps the limit: one domain's look-ahead up or down, while that helps.
+
+2 and 3 search with `SEARCH_SEEDS` seeds; what they propose is then measured with all, like every point of the frontier.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ TIE = 1.001
 """Step times within this factor are equal: of settings that are equally fast the least stale one is meant."""
 PRECISION = 16
 SEARCH_SEEDS = 2
-SEARCH_STEPS = (0.2, 0.08)
-"""Changes of a domain's look-ahead that are tried, as parts of it."""
+SEARCH_STEP = 0.12
+"""A change of a domain's look-ahead that is tried, as a part of it."""
+SAME_LIMIT = 1.002
+"""Limits that are no further apart than this factor are searched for once, by the stricter one."""
 
 Ahead = int | dict[str, int]
 Family = Callable[[int], Ahead]
@@ -102,7 +105,7 @@ class Sweep:
         own = [NEAR_FASTEST * fastest(self.points).step_time_s]
         if baseline:
             own.append(TIE * min(one.step_time_s for one in self.points))
-        for limit_s in sorted({*limits_s, *own}):
+        for limit_s in _distinct([*limits_s, *own]):
             for family in self.families:
                 self._bisect(family, limit_s)
             if len(self.families) > 1:
@@ -120,16 +123,19 @@ class Sweep:
         """The least look-ahead of a family that keeps the limit, to a part in `PRECISION`."""
         batch = self._base.pace.groups
         grid = [round(share * batch) for share in GRID]
-        high = next((x for x in grid if self._known(family(x), limit_s)), None)
-        if not high:
+        coarse = high = next((x for x in grid if self._known(family(x), limit_s)), None)
+        if not high or coarse is None:
             return  # none keeps it, or none is needed
         low = max(x for x in grid if x < high)
         while high - low > max(1, high // PRECISION):
             middle = (low + high) // 2
-            if self.at(family(middle)).step_time_s <= limit_s:
+            if self.at(family(middle), SEARCH_SEEDS).step_time_s <= limit_s:
                 high = middle
             else:
                 low = middle
+        # All seeds together may be slower than the few of the search.
+        while high < coarse and self.at(family(high)).step_time_s > limit_s:
+            high += max(1, high // PRECISION)
 
     def _known(self, look_ahead: Ahead, limit_s: float) -> bool:
         """Whether a point of the grid that was measured keeps the limit."""
@@ -143,28 +149,24 @@ class Sweep:
         best = self.at(here, SEARCH_SEEDS)
         if best.step_time_s > limit_s * TIE:
             limit_s = best.step_time_s  # the few seeds of the search are slower: compare with them alone
-        for step in SEARCH_STEPS:
-            for domain in self._counts:
-                for sign in (-1, 1):
-                    change = sign * max(1, round(step * max(here[domain], self._counts[domain] / 8)))
-                    there = {**here, domain: max(0, here[domain] + change)}
-                    if there == here:
-                        continue
-                    point = self.at(there, SEARCH_SEEDS)
-                    if (
-                        point.step_time_s <= limit_s
-                        and point.architectural_mean_updates < best.architectural_mean_updates
-                    ):
-                        here, best = there, point
-                        break
-            here, best = self._trade(here, best, limit_s, step)
+        for domain in self._counts:
+            for sign in (-1, 1):
+                change = sign * max(1, round(SEARCH_STEP * max(here[domain], self._counts[domain] / 8)))
+                there = {**here, domain: max(0, here[domain] + change)}
+                if there == here:
+                    continue
+                point = self.at(there, SEARCH_SEEDS)
+                if point.step_time_s <= limit_s and point.architectural_mean_updates < best.architectural_mean_updates:
+                    here, best = there, point
+                    break
+        here, _ = self._trade(here, best, limit_s)
         self.at(here)
 
-    def _trade(self, here: dict[str, int], best: Point, limit_s: float, step: float) -> tuple[dict[str, int], Point]:
+    def _trade(self, here: dict[str, int], best: Point, limit_s: float) -> tuple[dict[str, int], Point]:
         """More for one domain and less for another: what one change alone cannot show to be better."""
         for giver in self._counts:
             for taker in self._counts:
-                less = max(2, round(step * max(here[giver], 1)))
+                less = max(2, round(SEARCH_STEP * max(here[giver], 1)))
                 if giver == taker or here[giver] < less:
                     continue
                 there = {**here, giver: here[giver] - less, taker: here[taker] + max(1, less // 2)}
@@ -176,6 +178,15 @@ class Sweep:
     def _split(self, total: int) -> dict[str, int]:
         whole = sum(self._counts.values())
         return {domain: -(-total * n // whole) for domain, n in self._counts.items()}
+
+
+def _distinct(limits_s: Sequence[float]) -> list[float]:
+    """The limits in order, without those that the one before them stands for."""
+    kept: list[float] = []
+    for limit_s in sorted(limits_s):
+        if not kept or limit_s > SAME_LIMIT * kept[-1]:
+            kept.append(limit_s)
+    return kept
 
 
 def _by_composition(total: int) -> Ahead:
