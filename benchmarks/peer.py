@@ -33,11 +33,11 @@ def is_installed(python: str) -> bool:
 class Peer:
     """The peer process. Its storage units are chosen at the start: the best of 1, 2 and 4."""
 
-    def __init__(self, python: str, payloads: Mapping[str, tuple[int, int]]) -> None:
-        """`payloads`: name -> (rows, bytes of a row)."""
+    def __init__(self, python: str, payloads: Mapping[str, tuple[int, int]], readers: int = 0) -> None:
+        """`payloads`: name -> (rows, bytes of a row). `readers`: processes that read side by side, at most."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
         self._process = subprocess.Popen(
-            [python, str(SCRIPT), json.dumps({"payloads": payloads})],
+            [python, str(SCRIPT), json.dumps({"payloads": payloads, "readers": readers})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -49,10 +49,10 @@ class Peer:
             self.close()
             raise
 
-    def get_s(self, name: str) -> float:
-        """Reads a payload back -> seconds."""
+    def get_s(self, name: str, readers: int = 0) -> float:
+        """Reads a payload back, or has each reader read its own share of the rows -> seconds."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"get": name}) + "\n")
+        self._process.stdin.write(json.dumps({"get": name, "readers": readers}) + "\n")
         self._process.stdin.flush()
         return self._reply()["seconds"]
 

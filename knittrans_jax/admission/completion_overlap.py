@@ -359,9 +359,9 @@ class OverlappingPicker:
         self._completion.subtract(t, 1)
         self._taken[t] += 1
         self._left -= 1
-        if not self._left:
+        if not self._left or sum(self._taken) == work.space.mini_batch_groups:
             self._completion.keep(work.witness)
-            # The batch picked from will be asked next, for a part of what was picked or for all of it.
+            # The batch picked from is asked next, about what was picked.
             self._origin.keep([a + b for a, b in zip(self._taken, work.witness, strict=True)])
         return True
 

@@ -79,12 +79,14 @@ class OldestFirst:
         if shortage is not None:
             in_flight = sum(state.accounts.in_flight_of(kind) for kind in shortage.kinds)
             return Waiting(shortage.rule, shortage.value, shortage.missing, in_flight, shortage.kinds)
-        budget = state.rules.mini_batch_tokens
-        chosen = _choose(state, wanted) if budget is None else _choose_within(state, wanted, budget)
+        budget, first = state.rules.mini_batch_tokens, wanted
+        if wanted > state.rules.mini_batch_groups and _in_order_of_age(state):
+            first = state.rules.mini_batch_groups  # the picker keeps room for the others
+        chosen = _choose(state, wanted, first=first) if budget is None else _choose_within(state, wanted, budget)
         if isinstance(chosen, Waiting):
             return chosen
-        if len(chosen) < wanted:
-            return _repeated_prompts(state, wanted - len(chosen))
+        if len(chosen) < first:
+            return _repeated_prompts(state, first - len(chosen))
         chosen.sort(key=_age)
         return tuple(chosen[: state.rules.mini_batch_groups])
 
@@ -241,14 +243,32 @@ def _repeated_prompts(state: AdmissionState, missing: int) -> Waiting:
     return Waiting("no prompt twice in a train batch", "batch.groups", missing, state.accounts.in_flight)
 
 
-def _choose(state: AdmissionState, wanted: int, picker: Picker | None = None) -> list[Group]:
-    """The first `wanted` groups in order that the picker (else the batch's own) takes. A kind refused once stays refused."""
+def _in_order_of_age(state: AdmissionState) -> bool:
+    """No rule changes the order in which ready groups are taken, and none of them has to be passed over for its prompt."""
+    rules, seen = state.rules, set(state.batch.prompts)
+    if rules.on_stale == "wait" or rules.spread_slow:
+        return False
+    count = len(seen)
+    for queue in state.ready.values():
+        seen.update(group.prompt_id for group in queue.values())
+        count += len(queue)
+    return len(seen) == count
+
+
+def _choose(
+    state: AdmissionState, wanted: int, picker: Picker | None = None, *, first: int | None = None
+) -> list[Group]:
+    """The first `wanted` groups in order that the picker (else the batch's own) takes. A kind refused once stays refused.
+
+    `first`: only so many of them.
+    """
     rules, batch_prompts = state.rules, state.batch.prompts
     if picker is None:
         picker = state.batch.completion.picker(state.accounts.ready_by_kind, wanted)
+    wanted = wanted if first is None else first
     taken: dict[str, Group] = {}
-    first = state.due() if rules.on_stale == "wait" else []
-    orders: list[Iterable[Group]] = [first] if first else []
+    due = state.due() if rules.on_stale == "wait" else []
+    orders: list[Iterable[Group]] = [due] if due else []
     if rules.spread_slow:
         share = max(1, round(SLOW_SHARE * wanted))
         orders += [_spread(state, share)]
