@@ -18,7 +18,11 @@ carry; overlap's from max(pull, compute) a mini-batch. Where a measured factor f
 machine: few cores that hash, copy and switch between all processes.
 
 At the slow links the pictures are smaller by about as much, so that a run takes as long; the long text is measured at the fast
-ones. TransferQueue is not run here: its sockets pass through no token bucket (`bench wire` has it at equal sizes).
+ones.
+
+TransferQueue's sockets pass through no token bucket, so it is compared over bare loopback, both sides uncapped (`peer_python`
+set): its readers get their own shard of the rows, each trajectory with its picture as 1024 x 1176 float32 values as its users
+put it; ours get their own rows. With n = 1 it holds each picture once, which is deduplication by hand.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,13 +43,17 @@ from typing import Annotated, Any
 import msgspec
 
 from knittrans_jax.benchmarks.harness import BenchFailed, Figures, Measured, Report, Say, Side, measure
-from knittrans_jax.benchmarks.peer import HOW_TO_INSTALL
+from knittrans_jax.benchmarks.peer import HOW_TO_INSTALL, Peer, is_installed
 from knittrans_jax.benchmarks.registry import BenchSettings
 from knittrans_jax.benchmarks.transfer_process import Setup, image_patches, length_tokens
 from knittrans_jax.trajectory import TRAJECTORY_BYTES_PER_TOKEN
 
 STEPS = ("gather", "uint8", "dedup", "own rows")
 COMPUTE_OVER_PULL = 1.5
+PEER_ROW_BYTES = 1024 * 1176 * 4
+"""A picture as float32 patches: 448 x 448 pixels of 3 channels, twice for the temporal patch."""
+PEER_IMAGE_SIDE = 448
+UNCAPPED_BYTES_PER_S = 1e12
 LEAD_S = 0.2
 """A run begins so much after it is announced, for every process to have heard of it."""
 
@@ -66,6 +74,8 @@ class Settings(BenchSettings, frozen=True):
     long_rows: int = 1024
     long_tokens: int = 18_000
     overlapped_mini_batches: int = 4
+    peer_python: str = ""
+    peer_rounds: Annotated[int, msgspec.Meta(ge=1)] = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +230,49 @@ def overlap_step(
     return table, step
 
 
+def beside_transferqueue(
+    settings: Settings, setup: Callable[[int, int, int, float], Setup], folder: Path, say: Say
+) -> tuple[list[Measured], dict[str, Any]]:
+    """Own shard by both, over bare loopback; `setup` as in `bench`."""
+    if not is_installed(settings.peer_python):
+        return [], {"installed": False, "how_to_install": HOW_TO_INSTALL}
+    pairs = combinations(settings)
+    rows = {str(n): (settings.groups * n, PEER_ROW_BYTES) for n in sorted({1, *(n for n, _ in pairs)})}
+    say("TransferQueue: looking for its best number of units")
+    tables, found = [], []
+    with Peer(settings.peer_python, rows, max(consumers for _, consumers in pairs)) as peer:
+        for n, consumers in pairs:
+            with world_of(setup(n, consumers, PEER_IMAGE_SIDE, UNCAPPED_BYTES_PER_S), folder) as world:
+
+                def ours(_: int, world: World = world) -> Figures:
+                    return {"wait_s": world.run("own rows")["wait_s"]}
+
+                def theirs(_: int, name: str = str(n), readers: int = consumers) -> Figures:
+                    return {"wait_s": peer.get_s(name, readers)}
+
+                def by_hand(_: int, readers: int = consumers) -> Figures:
+                    return {"wait_s": peer.get_s("1", readers)}
+
+                sides: dict[str, Side] = {"own rows": ours, "TransferQueue": theirs}
+                if n > 1:
+                    sides["TransferQueue, n = 1"] = by_hand
+                name = f"uncapped, n {n}, {consumers} consumers"
+                table = measure(name, sides, rounds=settings.peer_rounds, base="own rows", say=say)
+            tables.append(table)
+            medians = {side: table.median(side, "wait_s") for side in sides}
+            hand_s = medians.get("TransferQueue, n = 1", medians["TransferQueue"])
+            found.append(
+                {
+                    "trajectories": n,
+                    "consumers": consumers,
+                    "wait_s": medians,
+                    "ratio": medians["TransferQueue"] / medians["own rows"],
+                    "ratio_dedup_by_hand": hand_s / medians["own rows"],
+                }
+            )
+        return tables, {"installed": True, **peer.chosen, "own_shard": found}
+
+
 def bench(settings: Settings, say: Say) -> Report:
     """See the module's opening."""
     key, fast, slow = secrets.token_bytes(32), settings.link_mb_per_s * 1e6, settings.slow_link_mb_per_s * 1e6
@@ -289,6 +342,8 @@ def bench(settings: Settings, say: Say) -> Report:
                 "wait_ratio_dispatch": table.median("dispatch", "wait_s") / table.median("own rows", "wait_s"),
                 "steps": steps_of(table, bytes_of(one), most_c),
             }
+        peer_tables, peer_result = beside_transferqueue(settings, setup, folder, say)
+        tables += peer_tables
         long = msgspec.structs.replace(
             setup(settings.long_rows // settings.groups, most_c, 0, fast), text_tokens=settings.long_tokens
         )
@@ -314,7 +369,7 @@ def bench(settings: Settings, say: Say) -> Report:
         "slow_links": slow_result,
         "long_text": long_text,
         "curve": curve,
-        "transferqueue": {"measured_by": "knittrans bench wire peer_python=...", "how_to_install": HOW_TO_INSTALL},
+        "transferqueue": peer_result,
     }
     notes = [
         f"Measured with {most_n} trajectories a group and {most_c} consumers unless it says otherwise.",

@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.overrides += more
+    if getattr(options, "json", False):
+        _keep_standard_output()
     try:
         return options.command(options)
     except ConfigError as error:
@@ -309,6 +311,18 @@ def _index(index: int, key: str, count: int) -> int:
     if not 0 <= index < count:
         raise ConfigError(f"--index: {key} = {count} allows 0 to {count - 1} (value {index})")
     return index
+
+
+def _keep_standard_output() -> None:
+    """Leaves standard output to `sys.stdout`: what C libraries and child processes print there goes to standard error."""
+    try:
+        ours = sys.stdout.fileno() == 1
+    except OSError:
+        ours = False  # somebody who called `main` took it already
+    if ours:
+        sys.stdout.flush()
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
 
 
 def _print_json(value: dict[str, Any]) -> None:
