@@ -1,11 +1,13 @@
 """The launch gate: of which kind a prompt may be launched next, so that look-ahead is bounded and no batch gets stuck.
 
 With published version `P`, batches of `B` groups in `K` mini-batches, look-ahead `L`, and `n_d` groups of kind `d` in the
-composition of one whole batch (`Rules.composition`: the exact quotas where there are any), a group of kind `d` is launched only
-while one of these holds:
+composition of one whole batch (`Rules.composition`: the exact quotas where there are any), let `T_d` be the groups of kind `d`
+that the batches up to the one that version `P` begins are made of: those whose mini-batches are all admitted of what was
+admitted, the others of `n_d`. With exact quotas `T_d = (P // K + 1) * n_d`. A group of kind `d` is launched only while one of
+these holds:
 
-1. `live_d < (P // K + 1) * n_d`: the batches up to the one that version `P` begins still lack it;
-2. `live_d < (P // K + 1) * n_d + L_d`, and what is above these shares, of all kinds, is less than `L`: look-ahead
+1. `live_d < T_d`: these batches still lack it;
+2. `live_d < T_d + L_d`, and what is above these shares, of all kinds, is less than `L`: look-ahead
    (with both, `live < (P // K + 1) * B + L`);
 3. nothing is left to launch by these, the groups that are launched and not yet admitted cannot complete the train batch under
    way, and one more of this kind helps. With quotas that are ranges a batch's mini-batches may have taken other kinds than were
@@ -80,8 +82,6 @@ class LaunchGate:
         quotas = [rules.quota(kind) for kind in self._kinds]
         self._exact = all(quota.least == quota.most for quota in quotas) or len(quotas) == 1
         self._exact = self._exact and not rules.final_attributes
-        self._targets: dict[Kind, int] = {}
-        self._targets_at = -1
 
     def _by_value(self, look_ahead: Mapping[str, int]) -> dict[Kind, int]:
         """Each value's look-ahead, shared over its kinds."""
@@ -111,8 +111,9 @@ class LaunchGate:
         return self.most_look_ahead_groups
 
     def domain_limit(self, kind: Kind, published: int) -> int:
-        """The least number of live groups of a kind at which the gate itself lets none go any more."""
-        return self._targets_of(published)[kind] + self.look_ahead_by_kind[kind]
+        """A number of live groups of a kind from which on the gate itself lets none go: the least one with exact quotas."""
+        most = self._composition[kind] if self._exact else self._rules.quota(kind).most
+        return self._begun(published) * most + self.look_ahead_by_kind[kind]
 
     def total_limit(self, published: int) -> int:
         """The least number of live groups at which the gate itself lets none go any more."""
@@ -150,41 +151,46 @@ class LaunchGate:
 
     def _is_beyond(self, state: AdmissionState, event: ev.Leased) -> bool:
         """Whether neither what batches lack nor look-ahead covers a group just launched."""
-        live, targets = state.accounts.live_by_kind, self._targets_of(event.version)
+        over = self._over(state, self._begun(event.version))
         kind = state.groups[event.group_id].kind
-        if live[kind] <= targets[kind]:
+        if over[kind] <= 0:
             return False
-        surplus = sum(max(0, live[one] - target) for one, target in targets.items())
-        return surplus > self.look_ahead_groups or live[kind] - targets[kind] > self.look_ahead_by_kind[kind]
+        surplus = sum(max(0, one) for one in over.values())
+        return surplus > self.look_ahead_groups or over[kind] > self.look_ahead_by_kind[kind]
 
     # --- inside ---------------------------------------------------------------------------------------------------------------
 
-    def _targets_of(self, published: int) -> dict[Kind, int]:
-        """Groups by kind that all batches up to the one that this version begins are made of."""
+    def _begun(self, published: int) -> int:
+        """Train batches up to the one that this version begins."""
         batches = published // self._rules.mini_batches + 1
-        if self._train_steps is not None:
-            batches = min(batches, self._train_steps)
-        if batches != self._targets_at:
-            self._targets = {kind: batches * count for kind, count in self._composition.items()}
-            self._targets_at = batches
-        return self._targets
+        return batches if self._train_steps is None else min(batches, self._train_steps)
+
+    def _over(self, state: AdmissionState, begun: int) -> dict[Kind, int]:
+        """`live_d - T_d` by kind: what was launched beyond the batches begun; below zero, what they lack."""
+        accounts, batch, counts = state.accounts, state.batch, self._composition
+        if self._exact:
+            live = accounts.live_by_kind
+            return {kind: live[kind] - begun * count for kind, count in counts.items()}
+        # Those admitted whole drop out on both sides.
+        rest, pool = begun - batch.train_step, accounts.pool_by_kind
+        over = {kind: pool[kind] - rest * count for kind, count in counts.items()}
+        values = len(state.rules.prompt_attributes)
+        for final, count in batch.admitted.items():
+            over[final[:values]] += count
+        return over
 
     def _within(self, state: AdmissionState, has_prompt: Callable[[Kind], bool]) -> Kind | None:
         """By rules 1 and 2."""
-        targets, live_by_kind, counts = (
-            self._targets_of(state.published),
-            state.accounts.live_by_kind,
-            self._composition,
-        )
+        begun, counts = self._begun(state.published), self._composition
+        overs = self._over(state, begun)
         lacking: list[tuple[float, Kind]] = []
         surplus = lack = 0
-        for kind, target in targets.items():
-            over = live_by_kind[kind] - target
+        for kind, over in overs.items():
             if over >= 0:
                 surplus += over
             elif kind not in state.batch.given_up:
                 lack -= over
-                lacking.append((over / counts[kind], kind))
+                lacking.append((over / counts[kind] if counts[kind] else 0.0, kind))
         if surplus - lack >= self.look_ahead_groups:
             return None  # others do for what lacks
         if len(lacking) > 1:
@@ -194,10 +200,10 @@ class LaunchGate:
                 return kind
         if surplus >= self.look_ahead_groups:
             return None
-        left = None if self._train_steps is None else self._train_steps - self._targets_at
+        left = None if self._train_steps is None else self._train_steps - begun
         ahead: list[tuple[float, Kind]] = []
         for kind, most in self.look_ahead_by_kind.items():
-            over = live_by_kind[kind] - targets[kind]
+            over = overs[kind]
             if 0 <= over < (most if left is None else min(most, left * counts[kind])):
                 ahead.append((over / most, kind))
         ahead.sort()
@@ -205,7 +211,7 @@ class LaunchGate:
 
     def _leaves_room(self, state: AdmissionState, kind: Kind) -> bool:
         """Whether, after one more of this kind, at most `L` launched groups are of no use to the batch under way."""
-        if state.batch.train_step >= self._targets_at:
+        if state.batch.train_step >= self._begun(state.published):
             return True  # its groups are not due yet: all that is launched for it is look-ahead
         pool = _pool(state)
         pool[kind] = pool.get(kind, 0) + 1
@@ -213,14 +219,15 @@ class LaunchGate:
 
     def _missing(self, state: AdmissionState, has_prompt: Callable[[Kind], bool]) -> Kind | None:
         """By rule 3."""
-        batch, live = state.batch, state.accounts.live_by_kind
-        if batch.train_step >= self._targets_at:
+        batch, begun = state.batch, self._begun(state.published)
+        if batch.train_step >= begun:
             return None  # its groups are not due yet
         pool = _pool(state)
         if batch.completion.can_use(pool, batch.completion.slots_left):
             return None
         before = batch.completion.usable(pool)
-        for kind in sorted(self._kinds, key=lambda one: (live[one] - self._targets[one], one)):
+        over = self._over(state, begun)
+        for kind in sorted(self._kinds, key=lambda one: (over[one], one)):
             pool[kind] = pool.get(kind, 0) + 1
             if has_prompt(kind) and batch.completion.can_use(pool, before + 1):
                 return kind

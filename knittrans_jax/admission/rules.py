@@ -174,7 +174,9 @@ class Rules:
         """One whole valid batch by launched kind: what the launch gate goes by.
 
         One attribute: the minima, and the places they leave shared by the room up to the maxima (largest remainder). Several:
-        of all valid batches one that is nearest to the data set's own shares (least sum of absolute differences).
+        of all valid batches one that is nearest to the data set's own shares (least sum of absolute differences) and stays
+        off the bounds of quotas that are ranges (`MARGINS`, at most half a mini-batch): early mini-batches take what is there,
+        and what is left of the batch must still fit what was launched for it.
         """
         if self.others:
             return self._nearest_composition()
@@ -186,18 +188,33 @@ class Rules:
     def _nearest_composition(self) -> dict[Kind, int]:
         space = self.space
         natural = share_out(self.groups, self.prompts or dict.fromkeys(self.kinds, 1))
-        program = Program(
-            space.matrix,
-            self.groups,
-            [row.least for row in space.rows],
-            [row.most for row in space.rows],
-            [0] * len(space.kinds),
-        )
         later = [(outcomes, natural[kind]) for kind, outcomes in space.later.items()]
-        # With equal sums, most of the natural batch kept is least difference to it.
-        found = solve(program, [0] * len(space.kinds), later=later)
-        assert found is not None, "rules that no batch can meet were found before"
-        return {kind: sum(found[t] for t in outcomes) for kind, outcomes in space.later.items()}
+        for part in MARGINS:
+            margins = [self._margin(r, part) for r in range(len(space.rows))]
+            least = [row.least + margin if row.least else 0 for row, margin in zip(space.rows, margins, strict=True)]
+            most = [row.most - margin for row, margin in zip(space.rows, margins, strict=True)]
+            program = Program(space.matrix, self.groups, least, most, [0] * len(space.kinds))
+            # With equal sums, most of the natural batch kept is least difference to it.
+            found = solve(program, [0] * len(space.kinds), later=later)
+            if found is not None:
+                return {kind: sum(found[t] for t in outcomes) for kind, outcomes in space.later.items()}
+        raise AssertionError("rules that no batch can meet were found before")
+
+    def _margin(self, number: int, part: float) -> int:
+        """How far from a bound a batch's composition stays: a part of the range that the attribute's other bounds leave."""
+        rows, row = self.space.rows, self.space.rows[number]
+        if row.attribute < 0:
+            return 0
+        others = [one for one in rows if one.attribute == row.attribute and one is not row]
+        most = min(row.most, self.groups - sum(one.least for one in others))
+        counted = frozenset[Kind]().union(row.kinds, *(one.kinds for one in others))
+        named = len(counted) == len(self.space.kinds)
+        least = max(row.least, self.groups - sum(one.most for one in others)) if named else row.least
+        return int(min(part * (most - least), self.mini_batch_groups / 2))
+
+
+MARGINS = (0.25, 0.125, 0.0)
+"""Parts of a range."""
 
 
 def rows_of(rules: Rules) -> list[Row]:

@@ -37,7 +37,7 @@ NEAR_FASTEST = 1.02
 NEAR_BATCH_LOOK_AHEAD = 1.05
 TIE = 1.001
 """Step times within this factor are equal: of settings that are equally fast the least stale one is meant."""
-PRECISION = 16
+PRECISION = 32
 SEARCH_SEEDS = 2
 SEARCH_STEP = 0.12
 """A change of a domain's look-ahead that is tried, as a part of it."""
@@ -133,9 +133,12 @@ class Sweep:
                 high = middle
             else:
                 low = middle
-        # All seeds together may be slower than the few of the search.
+        # All seeds together may be slower or faster than the few of the search.
+        step = max(1, high // PRECISION)
         while high < coarse and self.at(family(high)).step_time_s > limit_s:
-            high += max(1, high // PRECISION)
+            high += step
+        while high > step and self.at(family(high - step)).step_time_s <= limit_s:
+            high -= step
 
     def _known(self, look_ahead: Ahead, limit_s: float) -> bool:
         """Whether a point of the grid that was measured keeps the limit."""

@@ -90,6 +90,24 @@ def test_a_range_never_takes_the_places_that_another_s_minimum_needs():
     assert gate.allows(state, B)
 
 
+def test_what_a_batch_took_of_a_range_is_launched_again_for_the_next():
+    rules = Rules(4, 2, "domain", {"a": Quota(1, 3), "b": Quota(1, 3)})
+    state, gate = published(AdmissionState(rules)), LaunchGate(rules, 2)
+    assert launch_all(gate, state) == {A: 3, B: 3}
+    for group in list(state.groups.values()):
+        state.apply(ev.Started(time_s=0, group_id=group.group_id))
+        state.apply(ev.Ready(time_s=0, group=make_group(group.group_id, "h", (0, 0), 0), episode_retries=0))
+    quick = [group.group_id for group in state.groups.values() if group.kind == A]
+    slow = [group.group_id for group in state.groups.values() if group.kind == B]
+    admit(state, quick[:2])
+    admit(state, [quick[2], slow[0]])
+    for plan in list(state.plans.values()):
+        state.apply(consumed(plan.plan_id, plan.update))
+    state.apply(ev.Published(time_s=0, version=2))
+    live = dict(launch_all(gate, state))
+    assert {kind: live[kind] - taken for kind, taken in ((A, 3), (B, 1))} == {A: 3, B: 3}, "a batch and its look-ahead"
+
+
 def test_beyond_the_run_s_last_batch_only_what_finishes_it_is_launched():
     rules = Rules(2, 2, None, {})
     state, gate = published(AdmissionState(rules)), LaunchGate(rules, 5, train_steps=1)

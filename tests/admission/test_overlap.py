@@ -241,6 +241,18 @@ def test_a_whole_valid_batch_near_the_data_set_s_shares_is_the_composition():
     )
 
 
+def test_a_composition_stays_off_the_bounds_of_ranges_where_it_can():
+    universe = tuple(itertools.product("ab", "xyz"))
+    quotas = (("domain", "a", 24, 24), ("level", "x", 0, 12), ("level", "y", 20, 40))
+    rules = resolve_quotas(48, 6, quotas, ("domain", "level"), universe)
+    by_level = {level: sum(n for kind, n in rules.composition.items() if kind[1] == level) for level in "xyz"}
+    assert by_level["x"] <= 12 - 3, "a quarter of the range; by shares alone it would be 16"
+    assert 20 + 4 <= by_level["y"] <= 40 - 4, "half a mini-batch"
+    assert sum(n for kind, n in rules.composition.items() if kind[0] == "a") == 24
+    tight = resolve_quotas(48, 6, (*quotas[:2], ("level", "y", 36, 40)), ("domain", "level"), universe)
+    assert sum(tight.composition.values()) == 48
+
+
 # --- contradictions -------------------------------------------------------------------------------------------------------
 
 
