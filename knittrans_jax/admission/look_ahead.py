@@ -27,7 +27,7 @@ from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.rules import Kind, Rules
 from knittrans_jax.admission.state import AdmissionState
 
-IDLE_SHARE = 0.02
+IDLE_SHARE = 0.018
 """Of the time, that the trainer may wait for groups: the last percents cost the most look-ahead."""
 GAIN = 0.35
 """Part of the difference that one batch corrects. Look-ahead acts a batch later, so 1 would swing."""
@@ -37,7 +37,7 @@ RECENT = 0.6
 """Weight of the past in the mean wait that shrinking goes by: one batch without a wait says little."""
 TRADE = 0.08
 """Part of a kind's look-ahead that goes after a batch if it saves nothing where another kind's does; less, if it saves some."""
-TRADE_IDLE_SHARE = 0.015
+TRADE_IDLE_SHARE = 0.0135
 """Recent wait above which that goes to the kinds that save most, and below which it is saved."""
 MEMORY = 0.75
 """Weight of the past in a kind's marginal saving."""
