@@ -211,6 +211,19 @@ class CheckpointConfig(Section, frozen=True):
     """Deadline of writing one, and of the processes' waits for each other."""
 
 
+class WeightsConfig(Section, frozen=True):
+    """How rollout hosts get new weights: over the bulk channel from host to host, or through `weights/` in the run's folder."""
+
+    transfer: Literal["bulk", "directory"] = "directory"
+    """`directory` must be shared by all hosts."""
+    fan_out: PositiveInt = 2
+    """Hosts that bring a version from one training group or host; what a training process's link carries of each version."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of published floats; hosts convert them to the model's. `bulk` only."""
+    keep: Annotated[int, msgspec.Meta(ge=2)] = 2
+    """Versions that every process holds in memory to serve. `bulk` only; `directory` keeps four."""
+
+
 class EvalConfig(Section, frozen=True):
     """Greedy evaluation on held-out prompts: `prompts` of them every `every_updates`, `final_prompts` after the last."""
 
@@ -281,6 +294,7 @@ class Config(Section, frozen=True):
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     control: ControlConfig = ControlConfig()
     launch: LaunchConfig = LaunchConfig()
@@ -590,6 +604,12 @@ def _check_training(config: Config) -> None:
         train.mesh,
         f"its axes multiply to {math.prod(train.mesh.values())}, but train.processes = {train.processes} times "
         f"train.devices_per_process = {train.devices_per_process} is {devices}",
+    )
+    _refuse(
+        config.weights.transfer == "directory" and config.weights.dtype != "float32",
+        "weights.dtype",
+        config.weights.dtype,
+        "files hold parameters as they are trained: must be float32, or weights.transfer = bulk",
     )
     _refuse(
         train.transfer == "dispatch" and config.admission.admit_ahead < config.batch.mini_batches - 1,

@@ -3,7 +3,7 @@
 One turn of the loop:
 
 1. take the scheduler's answer, if it is there: leases, evaluations, the newest published version, a ticket;
-2. load the version that the engine wants now (`knittrans_jax.rollout.versions`), whole, from the weight store;
+2. load the version that the engine wants now (`knittrans_jax.rollout.versions`), whole, once it is here;
 3. one engine step;
 4. hand finished groups to the putter's thread; what the storage unit holds goes into the next report;
 5. report and ask again: at once when there is news or room for work, at the latest after `SYNC_S`.
@@ -40,9 +40,10 @@ from knittrans_jax.rollout.engine import Engine
 from knittrans_jax.rollout.putter import GroupPutter
 from knittrans_jax.rollout.runs import FinishedGroup
 from knittrans_jax.rollout.tasks.registry import load_task
+from knittrans_jax.rollout.weight_fetcher import WeightFetcher
 from knittrans_jax.transfer.control import ControlClient, ControlError
 from knittrans_jax.transfer.intake import IntakeSpec, check_group
-from knittrans_jax.transfer.weights import WeightReader, WeightsError, restore_tree
+from knittrans_jax.transfer.weights import WeightReader, WeightsError, WeightSource, restore_tree
 
 SYNC_S = 0.05
 """Longest pause between two reports."""
@@ -96,16 +97,17 @@ def run_rollout(config: Config, run_dir: Path, index: int, stop: threading.Event
         check=lambda group: check_group(group.meta, group.payload, spec),
     )
     try:
-        with ControlClient(
-            run_dir / "control.json",
-            f"rollout-{name}",
-            config.control.rpc_timeout_s,
-            start_timeout_s=config.control.start_timeout_s,
-            stopped=stop.is_set,
-        ) as control:
-            host = RolloutHost(
-                config, name, engine, template, WeightReader(run_dir / "weights"), putter, control, compilations
-            )
+        with (
+            ControlClient(
+                run_dir / "control.json",
+                f"rollout-{name}",
+                config.control.rpc_timeout_s,
+                start_timeout_s=config.control.start_timeout_s,
+                stopped=stop.is_set,
+            ) as control,
+            _open_weights(config, run_dir, name, template) as weights,
+        ):
+            host = RolloutHost(config, name, engine, template, weights, putter, control, compilations)
             try:
                 host.run(stop)
             except ControlError:
@@ -114,6 +116,32 @@ def run_rollout(config: Config, run_dir: Path, index: int, stop: threading.Event
     finally:
         putter.close()
         engine.close()
+
+
+def _open_weights(
+    config: Config, run_dir: Path, name: str, template: Params
+) -> contextlib.AbstractContextManager[WeightSource]:
+    """As `weights.transfer` says."""
+    if config.weights.transfer == "directory":
+        return contextlib.nullcontext(WeightReader(run_dir / "weights"))
+    control = config.control
+    # Published floats may be wider than the model's.
+    most_bytes = sum(8 * int(np.prod(leaf.shape)) + 128 for leaf in jax.tree.leaves(template)) * 2
+    return WeightFetcher(
+        name,
+        lambda stopped: ControlClient(
+            run_dir / "control.json",
+            f"rollout-{name}.weights",
+            control.rpc_timeout_s,
+            start_timeout_s=control.start_timeout_s,
+            stopped=stopped,
+        ),
+        host=control.bulk_host,
+        most_bytes=most_bytes,
+        timeout_s=control.pull_timeout_s,
+        attempts=control.pull_retries + 1,
+        keep=config.weights.keep,
+    )
 
 
 class RolloutHost:
@@ -125,7 +153,7 @@ class RolloutHost:
         name: str,
         engine: Engine,
         template: Params,
-        weights: WeightReader,
+        weights: WeightSource,
         putter: GroupPutter,
         control: ControlClient,
         compilations: CompilationCounter,
@@ -174,6 +202,7 @@ class RolloutHost:
             "put_s": self._putter.put_s,
             "intake_refused": float(self._putter.refused),
             **self._control.counters.as_dict(),
+            **self._weights.counters(),
         }
 
     # --- the scheduler ---------------------------------------------------------------------------------------------------
@@ -239,6 +268,8 @@ class RolloutHost:
 
     def _follow(self, orders: EngineOrders) -> None:
         self._engine.announce(orders.published)
+        if orders.published >= 0:
+            self._weights.announce(orders.published)
         for lease in orders.leases:
             self._engine.submit(lease, self._members)
         for evaluation in orders.evals:
@@ -250,7 +281,7 @@ class RolloutHost:
 
     def _load_wanted(self) -> None:
         wanted = self._engine.wanted_version
-        if wanted is None:
+        if wanted is None or not self._weights.ready(wanted):
             return
         began_s = time.monotonic()
         try:
@@ -266,7 +297,7 @@ class RolloutHost:
                 raise
             self._engine.announce(newest)  # this one was overtaken while it was read
             return
-        self._engine.load_version(wanted, restore_tree(self._template, arrays))
+        self._engine.load_version(wanted, restore_tree(self._template, arrays, cast=True))
         self._load_s += time.monotonic() - began_s
 
     def _collect(self) -> None:

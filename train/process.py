@@ -21,6 +21,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,10 @@ from knittrans_jax.transfer.loader import Chunk, ChunkLoader, LoaderError, Loade
 from knittrans_jax.transfer.matching import Gather
 from knittrans_jax.transfer.pull import Payload, UnitClients
 from knittrans_jax.transfer.relay import RelayServer
-from knittrans_jax.transfer.weights import WeightsError, WeightWriter
+from knittrans_jax.transfer.tickets import weight_unit
+from knittrans_jax.transfer.weight_channel import WeightPublisher, WeightServer
+from knittrans_jax.transfer.weight_store import WeightStore
+from knittrans_jax.transfer.weights import WeightsError, WeightSink, WeightWriter
 
 RELAY_UNIT = "train0"
 """The relay's name on the bulk channel: that of its process."""
@@ -85,6 +89,7 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
         connect(f"train{index}") as control,
         connect(f"train{index}.weights") as publishing,
         _open_relay(config, index) as relay,
+        _open_weight_server(config, index) as weights,
         Checkpoints(
             run_dir / "checkpoints", keep=config.checkpoint.keep, timeout_s=config.checkpoint.timeout_s
         ) as checkpoints,
@@ -98,12 +103,15 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
             relay=None if relay is None else relay.address,
             version=cursor.version,
             after_plan=cursor.after_plan,
+            weights=None if weights is None else weights[1].address,
         )
         welcome = control.call(hello, overall_s=config.train.start_timeout_s)
         assert isinstance(welcome, msg.TrainWelcome), welcome
         incarnation = welcome.incarnation
         if relay is not None and welcome.ticket_key is not None:
             relay.set_key(welcome.ticket_key)
+        if weights is not None and welcome.ticket_key is not None:
+            weights[1].set_key(welcome.ticket_key)
 
         def on_saved(saved: Saved) -> None:
             control.call(
@@ -123,7 +131,13 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
         def on_written(version: int) -> None:
             publishing.call(msg.WeightsWritten(process=index, incarnation=incarnation, version=version))
 
-        writer = WeightWriter(run_dir / "weights", index, config.train.processes, on_written)
+        processes = config.train.processes
+        writer: WeightSink
+        if weights is None:
+            writer = WeightWriter(run_dir / "weights", index, processes, on_written)
+        else:
+            dtype = config.weights.dtype
+            writer = WeightPublisher(weights[0], incarnation, index, processes, on_written, dtype=dtype)
         options = _loader_options(config, setup, control_file, index, incarnation, relay)
         loader = ChunkLoader(dataclasses.replace(options, after_plan=cursor.after_plan))
 
@@ -154,7 +168,11 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
                 checkpoints.save(trainer.state, Cursor(version=trainer.version, after_plan=after_plan))
             writer.close()
             checkpoints.close()
-            control.call(msg.Report(role=f"train{index}", counters=trainer.counters()))
+            counters = trainer.counters()
+            if weights is not None:
+                control.call(msg.ServeWeights(process=index, incarnation=incarnation))
+                counters |= {"weight_served_bytes": weights[1].figures()[2]["served_bytes"]}
+            control.call(msg.Report(role=f"train{index}", counters=counters))
         except (LoaderError, ControlError, WeightsError):
             if not stop.is_set():
                 raise  # else: told to end, and the wait that this broke off is no failure
@@ -186,6 +204,23 @@ def _open_relay(config: Config, index: int) -> contextlib.AbstractContextManager
         wait_s=control.pull_timeout_s * (control.pull_retries + 1),
         request_timeout_s=control.pull_timeout_s,
     )
+
+
+@contextlib.contextmanager
+def _open_weight_server(config: Config, index: int) -> Iterator[tuple[WeightStore, WeightServer] | None]:
+    """`weights.transfer: bulk`: every process serves its own shards."""
+    if config.weights.transfer != "bulk":
+        yield None
+        return
+    store, control = WeightStore(config.weights.keep), config.control
+    with WeightServer(
+        weight_unit(f"train{index}"),
+        control.bulk_host,
+        store,
+        wait_s=control.pull_timeout_s / 2,
+        request_timeout_s=control.pull_timeout_s,
+    ) as server:
+        yield store, server
 
 
 def _loader_options(
@@ -285,7 +320,7 @@ class Trainer:
         incarnation: int,
         compilations: CompilationCounter,
         control: ControlClient,
-        writer: WeightWriter,
+        writer: WeightSink,
         version: int = 0,
     ) -> None:
         """`version`: of `setup.state`."""
@@ -364,6 +399,7 @@ class Trainer:
             "compilations": self._compilations.count,
             "compile_s": self._compilations.seconds,
             "weight_stall_s": self._writer.stall_s,
+            "weight_copy_s": self._writer.copy_s,
             "weight_bytes": self._writer.written_bytes,
             "gathered_bytes": self._gathered_bytes,
         }

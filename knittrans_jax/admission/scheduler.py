@@ -24,6 +24,7 @@ from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.controller import Controller
 from knittrans_jax.admission.desk import RolloutDesk
 from knittrans_jax.admission.evaluation import Evaluations
+from knittrans_jax.admission.fan_out import FanOut, WeightsDesk
 from knittrans_jax.admission.figures import REMAINDER, RunFigures, unique_payload_bytes
 from knittrans_jax.admission.gate import make_gate
 from knittrans_jax.admission.lineage import final_lineage
@@ -73,7 +74,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class _Parked:
-    request: msg.NextPlan | msg.ChunkHeld | msg.TrainHello
+    request: msg.NextPlan | msg.ChunkHeld | msg.TrainHello | msg.ServeWeights
     deadline_s: float
 
 
@@ -123,6 +124,7 @@ class SchedulerCore:
         self.evaluations = Evaluations(config, heldout_prompts)
         self.desk = RolloutDesk(config, self.controller, self.evaluations, group_bytes, self._emit)
         self.training = TrainGroup(config.train.processes)
+        self.weights_desk = WeightsDesk(FanOut(config.weights.fan_out), ticket_key, self._ticket)
         self.figures = RunFigures(config.batch.mini_batches)
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self.service_counters: dict[str, float] = {"payload_through_scheduler": 0.0}
@@ -230,6 +232,12 @@ class SchedulerCore:
                 return self._on_checkpoint(request)
             case msg.WeightsWritten():
                 return self._on_weights(request)
+            case msg.ServeWeights():
+                refusal = self._stranger(request.process, request.incarnation)
+                return self._refuse(refusal) if refusal else self._park(token, request)
+            case msg.WeightsWanted():
+                over = self.ending is not None
+                return self._or_refuse(self.weights_desk.answer(request, self.training, self.state.published, over))
             case msg.Report():
                 self._emit(
                     ev.RoleReport(
@@ -463,11 +471,13 @@ class SchedulerCore:
         if state.version == last and state.published == self._last_published(last) and self.evaluations.finished:
             self.end("finished")
 
-    def _answer(self, request: msg.NextPlan | msg.ChunkHeld | msg.TrainHello) -> msg.Reply | None:
+    def _answer(self, request: msg.NextPlan | msg.ChunkHeld | msg.TrainHello | msg.ServeWeights) -> msg.Reply | None:
         match request:
+            case msg.ServeWeights():
+                return None if self.ending is None else msg.Ack()
             case msg.TrainHello():
                 if self.training.incarnation >= 0:
-                    key = None if request.relay is None else self._ticket_key
+                    key = None if request.relay is None and request.weights is None else self._ticket_key
                     return msg.TrainWelcome(incarnation=self.training.incarnation, ticket_key=key)
             case msg.NextPlan():
                 plan = next((p for p in self.state.plans.values() if p.plan_id > request.after_plan), None)
@@ -595,6 +605,8 @@ class SchedulerCore:
         return {
             "episode_retries": float(self.state.retries),
             "goes": float(self.training.goes),
+            "weights_from_training": float(self.weights_desk.fan_out.from_training),
+            "weights_asked_again": float(self.weights_desk.fan_out.asked_again),
             "eval_leases_expired": float(self.evaluations.leases_expired),
             "eval_shares_superseded": float(self.evaluations.shares_superseded),
             **self.counters,
@@ -631,11 +643,16 @@ class SchedulerCore:
             return f"train process {process}: there are {self.training.processes}"
         return None
 
+    def _or_refuse(self, answer: msg.Reply | str) -> msg.Reply:
+        return self._refuse(answer) if isinstance(answer, str) else answer
+
     def _refuse(self, reason: str) -> msg.Refused:
         self.counters["refused"] += 1
         return msg.Refused(reason=reason)
 
-    def _park(self, token: Hashable, request: msg.NextPlan | msg.ChunkHeld | msg.TrainHello) -> msg.Reply | None:
+    def _park(
+        self, token: Hashable, request: msg.NextPlan | msg.ChunkHeld | msg.TrainHello | msg.ServeWeights
+    ) -> msg.Reply | None:
         if len(self._parked) >= MAX_PARKED:
             self.counters["parked_refused"] += 1
             return self._refuse(f"{MAX_PARKED} requests wait already; ask again later")

@@ -31,6 +31,8 @@ class TrainGroup:
         self.pids: dict[int, int] = {}
         self.relays: dict[str, str] = {}
         """Addresses of processes that hand payloads on, by the name of their unit."""
+        self.weights: dict[int, str] = {}
+        """Addresses of the processes' weight servers."""
         self.chunks: dict[tuple[int, int], ChunkState] = {}
         self.updates: dict[int, dict[int, UpdateDone]] = {}
         self.written: dict[int, set[int]] = {}
@@ -60,6 +62,8 @@ class TrainGroup:
         self.pids[request.process] = request.pid
         if request.relay is not None:
             self.relays[f"train{request.process}"] = request.relay
+        if request.weights is not None:
+            self.weights[request.process] = request.weights
         return None
 
     @property

@@ -126,6 +126,8 @@ class TrainHello(Message, frozen=True, kw_only=True):
     """`host:port` from which the other processes get their payloads (`train.transfer: gather`), as unit `train<process>`."""
     version: int = 0
     after_plan: int = -1
+    weights: str | None = None
+    """`host:port` from which rollout hosts get this process's weights (`weights.transfer: bulk`)."""
 
 
 class TrainWelcome(Message, frozen=True, kw_only=True):
@@ -133,7 +135,7 @@ class TrainWelcome(Message, frozen=True, kw_only=True):
 
     incarnation: int
     ticket_key: bytes | None = None
-    """For a process that relays: the key with which tickets for it are checked."""
+    """For a process that relays or serves weights: the key with which tickets for it are checked."""
 
 
 class NextPlan(Message, frozen=True, kw_only=True):
@@ -210,6 +212,38 @@ class WeightsWritten(Message, frozen=True, kw_only=True):
     version: int
 
 
+class ServeWeights(Message, frozen=True, kw_only=True):
+    """This process has no further plan, and serves weights until the run ends. Answered with `Ack` then."""
+
+    process: int
+    incarnation: int
+
+
+class WeightsWanted(Message, frozen=True, kw_only=True):
+    """A rollout host asks from whom to bring a version; others may bring it from the host itself, at `address`.
+
+    -1: none yet, it only says where it is. `failed`: the host that was its source for this version, and did not serve it.
+    """
+
+    host: str
+    address: str
+    version: int
+    failed: str | None = None
+
+
+class WeightsFrom(Message, frozen=True, kw_only=True):
+    """The reply: addresses and tickets of a host's weight server, or of all training processes'; none: ask again later.
+
+    `key`: with which tickets for the asking host's own server are checked. `source`: the host, None: the training group.
+    """
+
+    key: bytes
+    incarnation: int = -1
+    source: str | None = None
+    units: dict[str, str] = {}
+    tickets: dict[str, bytes] = {}
+
+
 # --- everyone ----------------------------------------------------------------------------------------------------------
 
 
@@ -265,8 +299,10 @@ Request = (
     | UpdateDone
     | CheckpointDone
     | WeightsWritten
+    | ServeWeights
+    | WeightsWanted
     | Report
     | StatusRequest
     | Shutdown
 )
-Reply = EngineOrders | StorageOrders | TrainWelcome | PlanReply | Go | Status | Ack | Wait | Refused
+Reply = EngineOrders | StorageOrders | TrainWelcome | PlanReply | Go | WeightsFrom | Status | Ack | Wait | Refused

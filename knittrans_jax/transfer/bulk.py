@@ -9,7 +9,12 @@
            pixels' type, start      <-     DATA  shapes | rows, media                 (or ERROR: missing)
     LIST                            ->
                                     <-     HELD  groups
+    SHARDS version                  ->
+                                    <-     SHARDED  what lies where                   (or ERROR: missing)
+    PIECE  version, process, range  ->
+                                    <-     BYTES | the range                          (or ERROR: missing)
 
+Storage units take PUT, GET and LIST; who serves weights takes SHARDS and PIECE (`transfer/weight_channel.py`).
 Buffers travel field by field (`FIELDS`, those of four bytes first, so that all stay aligned), then image by image.
 """
 
@@ -51,6 +56,10 @@ class Kind(enum.IntEnum):
     LIST = 7
     HELD = 8
     ERROR = 9
+    SHARDS = 10
+    SHARDED = 11
+    PIECE = 12
+    BYTES = 13
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -141,6 +150,59 @@ class Held(_Header, frozen=True):
     groups: tuple[HeldGroup, ...]
     held_bytes: int
     budget_bytes: int
+
+
+class VersionKey(_Header, frozen=True, order=True):
+    """Weights by the incarnation of the training group that published them, and version; a later one is greater."""
+
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    version: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+Extent = Annotated[int, msgspec.Meta(ge=0, le=2**47)]
+"""A coordinate, length or offset within a version's tensors."""
+
+
+class ShardSpec(_Header, frozen=True):
+    """A part of a tensor of shape `shape`: the box that begins at `start`, `size` long, at `offset` of its process's bytes."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+    dtype: str
+    offset: Extent
+    start: tuple[Extent, ...]
+    size: tuple[Extent, ...]
+    shape: tuple[Extent, ...]
+
+
+class BytesSpec(_Header, frozen=True):
+    """What one training process has of a version: its shards one after the other, and their xxh3-64 as published."""
+
+    process: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    size_bytes: Extent
+    checksum: int
+    shards: tuple[ShardSpec, ...]
+
+
+class Shards(_Header, frozen=True):
+    """Asks what the peer has of a version."""
+
+    key: VersionKey
+
+
+class Sharded(_Header, frozen=True):
+    """What it has, or is just getting: a training process its own bytes, a rollout host those of all processes."""
+
+    processes: Size
+    bytes_of: tuple[BytesSpec, ...]
+
+
+class Piece(_Header, frozen=True):
+    """Asks for the bytes `begin` to `end` of a training process's bytes of a version."""
+
+    key: VersionKey
+    process: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    begin: Extent
+    end: Extent
 
 
 class Error(_Header, frozen=True):

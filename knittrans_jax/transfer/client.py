@@ -15,7 +15,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -136,7 +136,7 @@ class StorageClient:
 
         def attempt(sock: socket.socket, deadline: wire.Deadline) -> None:
             wire.send_frame(sock, Kind.PUT, msgspec.msgpack.encode(header), buffers, deadline=deadline)
-            _expect(self._receive(sock, deadline), Kind.DONE)
+            expect(self._receive(sock, deadline), Kind.DONE)
 
         self._attempts(f"put group {payload.group_id}", attempt)
         self.counters.put_bytes += header.payload_bytes
@@ -156,7 +156,7 @@ class StorageClient:
             get = Get(request.rows, request.fields, request.media, request.pixels, start_bytes)
             wire.send_frame(sock, Kind.GET, msgspec.msgpack.encode(get), deadline=deadline)
             prefix = self._receive(sock, deadline)
-            _expect(prefix, Kind.DATA)
+            expect(prefix, Kind.DATA)
             if start_bytes:
                 self.counters.resumed_bytes += start_bytes
             return response.receive(sock, prefix, deadline)
@@ -171,8 +171,8 @@ class StorageClient:
         def attempt(sock: socket.socket, deadline: wire.Deadline) -> Held:
             wire.send_frame(sock, Kind.LIST, b"", deadline=deadline)
             prefix = self._receive(sock, deadline)
-            _expect(prefix, Kind.HELD)
-            return _decode(prefix, Held)
+            expect(prefix, Kind.HELD)
+            return decode(prefix, Held)
 
         return self._attempts("list", attempt)
 
@@ -189,7 +189,7 @@ class StorageClient:
             self._socket.close()
             self._socket = None
 
-    def __enter__(self) -> StorageClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -234,8 +234,8 @@ class StorageClient:
             ticket = self._tickets.pop()
             wire.send_frame(sock, Kind.HELLO, msgspec.msgpack.encode(Hello(ticket, self._peer)), deadline=deadline)
             prefix = self._receive(sock, deadline)
-            _expect(prefix, Kind.WELCOME)
-            self._tickets.append(_decode(prefix, Welcome).ticket)
+            expect(prefix, Kind.WELCOME)
+            self._tickets.append(decode(prefix, Welcome).ticket)
         except BaseException:
             sock.close()
             raise
@@ -247,7 +247,7 @@ class StorageClient:
         """The next frame up to its payload; an ERROR becomes its exception."""
         prefix = wire.receive_prefix(sock, self._limits, deadline)
         if prefix.kind == Kind.ERROR:
-            error = _decode(prefix, Error)
+            error = decode(prefix, Error)
             match error.code:
                 case "refused":
                     raise StorageRefused(error.reason)
@@ -260,12 +260,14 @@ class StorageClient:
         return prefix
 
 
-def _expect(prefix: wire.Prefix, kind: Kind) -> None:
+def expect(prefix: wire.Prefix, kind: Kind) -> None:
+    """Raises `WireProtocolError` when a frame is of another kind."""
     if prefix.kind != kind:
         raise wire.WireProtocolError(f"expected {kind.name}, got kind {prefix.kind}")
 
 
-def _decode(prefix: wire.Prefix, header: type[_T]) -> _T:
+def decode(prefix: wire.Prefix, header: type[_T]) -> _T:
+    """A frame's header; `WireProtocolError` when it is no such record."""
     try:
         return msgspec.msgpack.decode(prefix.header, type=header)
     except msgspec.MsgspecError as error:
@@ -289,7 +291,7 @@ class _Response:
 
     def receive(self, sock: socket.socket, prefix: wire.Prefix, deadline: wire.Deadline) -> Pulled:
         """Receives a response, or the rest of it, after checking that it is what was asked for."""
-        data = _decode(prefix, Data)
+        data = decode(prefix, Data)
         if self._receiver is None or self._data is None:
             receiver = self._begin(data, prefix)
         else:

@@ -18,6 +18,11 @@ _MAC_BYTES = hashlib.sha256().digest_size
 MAX_TICKET_BYTES = 1024
 
 
+def weight_unit(role: str) -> str:
+    """The name that tickets for a role's weight server carry."""
+    return f"{role}.weights"
+
+
 class TicketError(ValueError):
     """A ticket that opens nothing; the message says why (to the log, not to the peer's advantage)."""
 

@@ -1,12 +1,14 @@
-"""Versioned weights through a shared directory: every training process writes its shards, readers see whole versions only.
+"""Versioned weights: what both ways to publish them share, and the one through a shared directory.
 
-What it guarantees:
+`WeightSink` is what a training process hands its parameters to, `WeightSource` where a rollout host has them from. The other
+way is the bulk channel (`transfer/weight_channel.py`). In both every training process gives its own shards, and readers see
+whole versions only. What the shared directory guarantees:
 
 * a version is read whole or not at all: files appear by atomic rename, a reader wants those of all processes, and checks that
   their shards cover every tensor exactly once;
 * the trainer is held up by the device-to-host copy and, when the version before is still being written, by the rest of that;
   files are written in a background thread, whose failure surfaces at the next `write` or at `close`;
-* each shard is written by one process: the one that holds its replica 0;
+* each shard is written by one process, and replicas share the tensors out by bytes;
 * the newest `keep` versions stay; an older one disappears as a whole.
 
 Layout: `v00000012/shard-00000-of-00002.safetensors`, one file per process. A file's tensors are called `name#k`; its metadata
@@ -15,6 +17,7 @@ says where each lies: JSON `{"name#k": {"start": [...], "shape": [...]}}`, `shap
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 import math
@@ -26,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -35,11 +38,13 @@ import safetensors.numpy
 
 KEEP_VERSIONS = 4
 """Fewest versions kept: one being written, one published, one being loaded, one held by an evaluation."""
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+"""Types between which weights are converted."""
 _FOLDER = re.compile(r"v(\d{8,})")
 _FILE = re.compile(r"shard-(\d{5})-of-(\d{5})\.safetensors")
 
 
-_Box = tuple[tuple[int, int], ...]
+Box = tuple[tuple[int, int], ...]
 """(start, end) along every axis."""
 
 
@@ -53,8 +58,8 @@ class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shard:
-    """A piece of a tensor on the host."""
+class HostShard:
+    """A piece of a tensor on the host: the box of `data`'s size that begins at `start`, of a tensor of shape `shape`."""
 
     name: str
     start: tuple[int, ...]
@@ -75,8 +80,10 @@ def tree_names(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def restore_tree(template: Any, arrays: dict[str, np.ndarray]) -> Any:
+def restore_tree(template: Any, arrays: dict[str, np.ndarray], *, cast: bool = False) -> Any:
     """The arrays in the shape of `template`, a pytree whose leaves have `shape` and `dtype`.
+
+    `cast`: floats of another precision are converted (weights may be published in bfloat16), else they are an error.
 
     Raises:
         WeightsError: a tensor is missing, left over, or of another shape or dtype.
@@ -87,6 +94,8 @@ def restore_tree(template: Any, arrays: dict[str, np.ndarray]) -> Any:
     if wanted.keys() != arrays.keys():
         missing, extra = sorted(wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
         raise WeightsError(f"weights do not fit this model: missing {missing[:5]}, left over {extra[:5]}")
+    if cast:
+        arrays = {name: _cast(array, np.dtype(wanted[name].dtype)) for name, array in arrays.items()}
     for name, leaf in wanted.items():
         if arrays[name].shape != tuple(leaf.shape) or arrays[name].dtype != leaf.dtype:
             raise WeightsError(
@@ -96,8 +105,140 @@ def restore_tree(template: Any, arrays: dict[str, np.ndarray]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(template), [arrays[name] for name in wanted])
 
 
-class WeightWriter:
-    """Writes this process's shards. `write` and `close` belong to one thread."""
+def place_tree(template: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """The arrays on the devices of this process's mesh, each device with its own part, whatever mesh published them.
+
+    Args:
+        template: a pytree whose leaves have `shape`, `dtype` and `sharding`.
+        arrays: whole tensors by name; floats are converted to the template's.
+
+    Raises:
+        WeightsError: as `restore_tree`.
+    """
+    import jax
+
+    def place(leaf: Any, array: np.ndarray) -> Any:
+        return jax.make_array_from_callback(array.shape, leaf.sharding, lambda index: array[index])
+
+    return jax.tree.map(place, template, restore_tree(template, arrays, cast=True))
+
+
+def _cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    floats = all(one.name in FLOATS for one in (array.dtype, dtype))
+    return array.astype(dtype) if floats and array.dtype != dtype else array
+
+
+class WeightSink(abc.ABC):
+    """Takes a training process's shards and publishes them in a background thread, whose failure surfaces at the next call.
+
+    `write` and `close` belong to one thread. The trainer is held up by the device-to-host copy and, when the version before is
+    still being published, by the rest of that.
+    """
+
+    def __init__(self, where: str, on_written: Callable[[int], None], timeout_s: float) -> None:
+        """Starts the background thread.
+
+        Args:
+            where: for messages.
+            on_written: called in the background thread with a version of which this process's part is published.
+            timeout_s: deadline of `write` for the version before, and of `close`.
+        """
+        self._where, self._on_written, self._timeout_s = where, on_written, timeout_s
+        self._queue: queue.Queue[tuple[int, list[HostShard]] | None] = queue.Queue(maxsize=1)
+        self._error: BaseException | None = None
+        self.stall_s = 0.0
+        """Time that `write` took from its callers, in all."""
+        self.copy_s = 0.0
+        """The part of it that went into device-to-host copies."""
+        self.written_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="weight-sink", daemon=True)
+        self._thread.start()
+
+    @abc.abstractmethod
+    def _publish(self, version: int, shards: list[HostShard]) -> None:
+        """Publishes this process's part of a version, in the background thread."""
+
+    def write(self, version: int, params: Any) -> float:
+        """Copies this process's shards to the host and queues them for publishing -> seconds that this took.
+
+        Args:
+            version: `V`, after whose update the parameters are.
+            params: a pytree of `jax.Array`s, which may be donated once this returns.
+
+        Raises:
+            WeightsError: an earlier version could not be published, or is not within the deadline.
+        """
+        began = time.monotonic()
+        self._raise_error()
+        shards = own_shards(params)
+        self.copy_s += time.monotonic() - began
+        try:
+            self._queue.put((version, shards), timeout=self._timeout_s)
+        except queue.Full:
+            self._raise_error()
+            raise WeightsError(
+                f"{self._where}: the version before {version} was not written within {self._timeout_s:g} s"
+            ) from None
+        took_s = time.monotonic() - began
+        self.stall_s += took_s
+        return took_s
+
+    def close(self) -> None:
+        """Waits until everything is published. Raises `WeightsError` like `write`."""
+        end = time.monotonic() + self._timeout_s
+        while self._thread.is_alive():
+            try:
+                self._queue.put(None, timeout=0.1)
+                break
+            except queue.Full:
+                if time.monotonic() >= end:
+                    break
+        self._thread.join(max(0.0, end - time.monotonic()))
+        self._raise_error()
+        if self._thread.is_alive():
+            raise WeightsError(f"{self._where}: not everything was written within {self._timeout_s:g} s")
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise WeightsError(f"{self._where}: weights could not be written: {self._error}") from self._error
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                self._publish(*item)
+                self.written_bytes += sum(shard.data.nbytes for shard in item[1])
+                self._on_written(item[0])
+            except Exception as error:
+                self._error = error
+                return
+
+
+class WeightSource(Protocol):
+    """Where a rollout host has whole versions from."""
+
+    def announce(self, version: int) -> None:
+        """A version is published: it may be brought before it is asked for."""
+        ...
+
+    def ready(self, version: int) -> bool:
+        """Whether `read` would answer, or fail, at once; else the version is brought meanwhile."""
+        ...
+
+    def read(self, version: int) -> dict[str, np.ndarray]:
+        """All tensors of a version, whole, by name. Raises `WeightsError`."""
+        ...
+
+    def versions(self) -> list[int]:
+        """Versions that can be read, oldest first."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """What moved so far."""
+        ...
+
+
+class WeightWriter(WeightSink):
+    """Writes this process's shards into the shared directory."""
 
     def __init__(
         self,
@@ -122,70 +263,15 @@ class WeightWriter:
         if keep < KEEP_VERSIONS:
             raise ValueError(f"WeightWriter keep={keep}: at least {KEEP_VERSIONS} versions are in use at once")
         self._directory, self._process, self._processes = Path(directory), process, processes
-        self._on_written, self._keep, self._timeout_s = on_written, keep, timeout_s
-        self._queue: queue.Queue[tuple[int, list[_Shard]] | None] = queue.Queue(maxsize=1)
-        self._error: BaseException | None = None
-        self.stall_s = 0.0
-        """Time that `write` took from its callers, in all."""
-        self.written_bytes = 0
-        self._thread = threading.Thread(target=self._run, name="weight-writer", daemon=True)
-        self._thread.start()
+        self._keep = keep
+        super().__init__(str(directory), on_written, timeout_s)
 
-    def write(self, version: int, params: Any) -> float:
-        """Copies this process's shards to the host and queues them for writing -> seconds that this took.
+    def _publish(self, version: int, shards: list[HostShard]) -> None:
+        self._write_file(version, shards)
+        if self._process == 0:
+            delete_old(self._directory, self._keep)
 
-        Args:
-            version: `V`, after whose update the parameters are.
-            params: a pytree of `jax.Array`s, which may be donated once this returns.
-
-        Raises:
-            WeightsError: an earlier version could not be written, or is not written within the deadline.
-        """
-        began = time.monotonic()
-        self._raise_error()
-        shards = _own_shards(params)
-        try:
-            self._queue.put((version, shards), timeout=self._timeout_s)
-        except queue.Full:
-            self._raise_error()
-            raise WeightsError(
-                f"{self._directory}: the version before {version} was not written within {self._timeout_s:g} s"
-            ) from None
-        took_s = time.monotonic() - began
-        self.stall_s += took_s
-        return took_s
-
-    def close(self) -> None:
-        """Waits until everything is written. Raises `WeightsError` like `write`."""
-        end = time.monotonic() + self._timeout_s
-        while self._thread.is_alive():
-            try:
-                self._queue.put(None, timeout=0.1)
-                break
-            except queue.Full:
-                if time.monotonic() >= end:
-                    break
-        self._thread.join(max(0.0, end - time.monotonic()))
-        self._raise_error()
-        if self._thread.is_alive():
-            raise WeightsError(f"{self._directory}: not everything was written within {self._timeout_s:g} s")
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise WeightsError(f"{self._directory}: weights could not be written: {self._error}") from self._error
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            try:
-                self._write_file(*item)
-                self._on_written(item[0])
-                if self._process == 0:
-                    delete_old(self._directory, self._keep)
-            except Exception as error:
-                self._error = error
-                return
-
-    def _write_file(self, version: int, shards: list[_Shard]) -> None:
+    def _write_file(self, version: int, shards: list[HostShard]) -> None:
         folder = version_folder(self._directory, version)
         folder.mkdir(parents=True, exist_ok=True)
         numbered = {f"{shard.name}#{number}": shard for number, shard in enumerate(shards)}
@@ -198,15 +284,25 @@ class WeightWriter:
             temporary.replace(folder / f"shard-{self._process:05d}-of-{self._processes:05d}.safetensors")
         finally:
             temporary.unlink(missing_ok=True)
-        self.written_bytes += sum(shard.data.nbytes for shard in shards)
 
 
-class WeightReader:
-    """Reads whole versions. Needs no JAX."""
+class WeightReader(WeightSource):
+    """Reads whole versions from the shared directory. Needs no JAX."""
 
     def __init__(self, directory: Path) -> None:
         """`directory`: the writers'."""
         self._directory = Path(directory)
+
+    def announce(self, version: int) -> None:
+        """Nothing is brought in advance."""
+
+    def ready(self, version: int) -> bool:
+        """Files are read when they are asked for."""
+        return True
+
+    def counters(self) -> dict[str, float]:
+        """Nothing moves but through the file system."""
+        return {}
 
     def read(self, version: int) -> dict[str, np.ndarray]:
         """All tensors of a version, whole, by name.
@@ -216,7 +312,7 @@ class WeightReader:
         """
         folder = version_folder(self._directory, version)
         arrays: dict[str, np.ndarray] = {}
-        boxes: dict[str, list[_Box]] = {}
+        boxes: dict[str, list[Box]] = {}
         try:
             for path in _files(folder):
                 _read_file(path, arrays, boxes)
@@ -264,7 +360,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-def _read_file(path: Path, arrays: dict[str, np.ndarray], boxes: dict[str, list[_Box]]) -> None:
+def _read_file(path: Path, arrays: dict[str, np.ndarray], boxes: dict[str, list[Box]]) -> None:
     with safetensors.safe_open(path, framework="numpy") as file:
         places = msgspec.json.decode((file.metadata() or {}).get("places", "{}"), type=dict[str, _Place])
         for key in file.keys():  # noqa: SIM118 - not a mapping
@@ -277,7 +373,7 @@ def _read_file(path: Path, arrays: dict[str, np.ndarray], boxes: dict[str, list[
             whole = arrays[name]
             box = tuple((start, start + size) for start, size in zip(place.start, data.shape, strict=True))
             at = tuple(slice(*side) for side in box)
-            if any(_overlap(box, other) for other in boxes[name]):
+            if any(overlap(box, other) for other in boxes[name]):
                 raise WeightsError(f"{path}: {key} overlaps another shard of {name}")
             if (
                 min(place.start, default=0) < 0
@@ -290,22 +386,29 @@ def _read_file(path: Path, arrays: dict[str, np.ndarray], boxes: dict[str, list[
             boxes[name].append(box)
 
 
-def _overlap(one: _Box, other: _Box) -> bool:
+def overlap(one: Box, other: Box) -> bool:
+    """Whether two boxes share an element."""
     return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
 
 
-def _own_shards(params: Any) -> list[_Shard]:
-    """Host copies of the addressable shards of replica 0."""
-    own = [
-        (name, tuple(leaf.shape), shard)
-        for name, leaf in tree_names(params).items()
-        for shard in leaf.addressable_shards
-        if shard.replica_id == 0
-    ]
+def own_shards(params: Any) -> list[HostShard]:
+    """Host copies of the addressable shards that are this process's to give.
+
+    Of a shard's replicas one gives it; which, is the same on every process: tensors go in turn to the replica that has least.
+    """
+    own: list[tuple[str, tuple[int, ...], Any]] = []
+    loads: dict[int, list[int]] = {}
+    for name, leaf in tree_names(params).items():
+        parts = leaf.sharding.shard_shape(leaf.shape)
+        distinct = math.prod(-(-whole // part) for whole, part in zip(leaf.shape, parts, strict=True) if part)
+        load = loads.setdefault(distinct, [0] * max(1, len(leaf.sharding.device_set) // distinct))
+        replica = load.index(min(load))
+        load[replica] += leaf.nbytes
+        own += [(name, tuple(leaf.shape), shard) for shard in leaf.addressable_shards if shard.replica_id == replica]
     for _, _, shard in own:
         shard.data.copy_to_host_async()
     return [
-        _Shard(
+        HostShard(
             name,
             tuple(index.indices(size)[0] for index, size in zip(shard.index, shape, strict=True)),
             shape,
