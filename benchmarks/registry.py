@@ -40,6 +40,10 @@ BENCHES: dict[str, tuple[str, str]] = {
         "knittrans_jax.benchmarks.wire",
         "the bulk channel beside a plain socket, over TLS, and beside TransferQueue's get; small-message round trips",
     ),
+    "weights": (
+        "knittrans_jax.benchmarks.weights",
+        "new weights to 1, 2, 4, 8 readers: chain, tree, no fan-out, shared directory; trainer's bytes and stall",
+    ),
     "noise": ("knittrans_jax.benchmarks.noise", "equal work against itself: what this machine cannot tell apart"),
 }
 """Name -> module, and what it measures."""
