@@ -123,6 +123,8 @@ class RolloutConfig(Section, frozen=True):
     tool_waits: NonNegativeInt = 1024
     """Most episodes of a host that wait for a tool without a slot; further ones keep theirs."""
     storage_bytes: PositiveInt = 256 * 2**20
+    storage_on_disk: bool = False
+    """Units write groups to `storage/` in the run's folder before they acknowledge them, and hold them when started again."""
 
 
 class OptimizerConfig(Section, frozen=True):

@@ -27,8 +27,15 @@ from knittrans_jax.config import Config
 from knittrans_jax.launch import messages as msg
 from knittrans_jax.trajectory import GroupMeta
 
-COUNTERS = ("late_groups", "duplicate_groups", "foreign_groups", "malformed_groups", "late_evals")
-"""What hosts reported and what changed nothing (malformed groups: failed), by reason."""
+COUNTERS = (
+    "late_groups",
+    "duplicate_groups",
+    "foreign_groups",
+    "malformed_groups",
+    "late_evals",
+    "recovered_groups",
+)
+"""What hosts reported and what changed nothing, by reason (malformed: failed; recovered: held by a unit at its start)."""
 IN_FLIGHT = (Account.LEASED, Account.RUNNING)
 
 
@@ -94,6 +101,12 @@ class RolloutDesk:
                 self.counters["late_evals"] += 1
             else:
                 self._end_evaluation(lease, f"version {lease.version} is not to be had on host {lease.host}", now_s)
+
+    def recovered(self, unit: str, group_id: int) -> None:
+        """A unit that was started anew still holds a group: it may go, unless the group is open."""
+        self.counters["recovered_groups"] += 1
+        if group_id not in self.state.groups:
+            self.room.release(unit, group_id)
 
     def _start(self, group_id: int, now_s: float) -> None:
         self._emit(ev.Started(time_s=now_s, group_id=group_id))

@@ -274,6 +274,8 @@ class SchedulerCore:
         self.desk.units[sync.unit] = sync.address
         if self.ending is not None:
             self._told_to_stop.add(f"storage {sync.unit}")
+        for group_id in sync.recovered or ():
+            self.desk.recovered(sync.unit, group_id)
         release = self.desk.room.orders(sync.unit)
         return msg.StorageOrders(ticket_key=self._ticket_key, release=release, stop=self.ending is not None)
 

@@ -100,6 +100,8 @@ class StorageSync(Message, frozen=True, kw_only=True):
     held_bytes: int
     held_groups: int
     counters: dict[str, float] = {}
+    recovered: tuple[int, ...] | None = None
+    """In the first report of a unit's process: the groups that it holds from before."""
 
 
 class StorageOrders(Message, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ What it guarantees:
   dropped; the process lives, and the others are served;
 * connections, bytes held for a peer before its ticket was checked, and bytes held in all are bounded; every socket operation
   has a deadline;
-* groups are released when the scheduler says so, and only then.
+* groups are released when the scheduler says so, and only then; with `rollout.storage_on_disk` they outlive the process.
 
 One thread per connection: the threads spend their time in system calls and hashing, which leave the interpreter free.
 """
@@ -18,6 +18,7 @@ import dataclasses
 import signal
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -48,6 +49,7 @@ from knittrans_jax.transfer.bulk import (
 )
 from knittrans_jax.transfer.control import ControlClient, ControlError, reachable_host
 from knittrans_jax.transfer.rate import RateLimit
+from knittrans_jax.transfer.storage_disk import DiskStorageState
 from knittrans_jax.transfer.storage_state import StorageMissing, StorageRefused, StorageState
 
 SYNC_S = 0.2
@@ -148,6 +150,11 @@ class StorageServer:
             counters["held_media"] = float(self._state.held_media)
             counters["reserved_bytes"] = float(self._state.reserved_bytes)
             return self._state.held_bytes, self._state.held_groups, counters
+
+    def held(self) -> tuple[int, ...]:
+        """Ids of the groups that are held."""
+        with self._lock:
+            return tuple(group.group_id for group in self._state.inventory())
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Ends every connection and stops serving; waits at most `timeout_s` for the threads."""
@@ -281,7 +288,7 @@ class StorageServer:
             self._send(sock, Kind.DONE)
             return
         try:
-            payload = _receive_group(sock, put, prefix, deadline)
+            payload = self._state.persist(_receive_group(sock, put, prefix, deadline))
             with self._lock:
                 self._state.commit(payload)
                 self.counters.put_groups += 1
@@ -380,6 +387,18 @@ def _receive_group(sock: socket.socket, put: Put, prefix: wire.Prefix, deadline:
     )
 
 
+def open_state(config: Config, run_dir: Path, unit: str) -> StorageState:
+    """What the unit holds: nothing, or with `rollout.storage_on_disk` what it held before it was started anew."""
+    if not config.rollout.storage_on_disk:
+        return StorageState(unit, config.rollout.storage_bytes)
+    state = DiskStorageState(unit, config.rollout.storage_bytes, run_dir / "storage" / unit)
+    if state.recovered_groups or state.damaged_files:
+        sys.stderr.write(
+            f"{unit}: {state.recovered_groups} groups were on disk, {state.damaged_files} damaged files were deleted\n"
+        )
+    return state
+
+
 def run_storage(config: Config, run_dir: Path, index: int, stop: threading.Event | None = None) -> None:
     """The process of storage unit `host{index}`: serves until the scheduler says stop, or SIGTERM or SIGINT comes.
 
@@ -398,7 +417,7 @@ def run_storage(config: Config, run_dir: Path, index: int, stop: threading.Event
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
     control = config.control
-    state = StorageState(unit, config.rollout.storage_bytes)
+    state = open_state(config, run_dir, unit)
     with (
         ControlClient(
             run_dir / "control.json",
@@ -409,10 +428,16 @@ def run_storage(config: Config, run_dir: Path, index: int, stop: threading.Event
         ) as client,
         StorageServer(state, control.bulk_host, request_timeout_s=control.pull_timeout_s) as server,
     ):
+        recovered: tuple[int, ...] | None = server.held()
         while not stop.is_set():
             held_bytes, held_groups, counters = server.figures()
             sync = StorageSync(
-                unit=unit, address=server.address, held_bytes=held_bytes, held_groups=held_groups, counters=counters
+                unit=unit,
+                address=server.address,
+                held_bytes=held_bytes,
+                held_groups=held_groups,
+                counters=counters,
+                recovered=recovered,
             )
             try:
                 orders = client.call(sync)
@@ -422,6 +447,7 @@ def run_storage(config: Config, run_dir: Path, index: int, stop: threading.Event
                 raise
             if not isinstance(orders, StorageOrders):
                 raise ControlError(f"unit {unit}: expected StorageOrders, got {type(orders).__name__}")
+            recovered = None
             server.set_key(orders.ticket_key)
             server.release(orders.release)
             if orders.stop:

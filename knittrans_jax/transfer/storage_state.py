@@ -100,6 +100,16 @@ class StorageState:
         """Gives the bytes of a reserved put back; nothing when it was never reserved."""
         self._reserved.pop(group_id, None)
 
+    def persist(self, payload: GroupPayload) -> GroupPayload:
+        """Makes a reserved group outlive the unit's process, where the unit does that -> what is to be held.
+
+        The only method that may take long, and that needs no lock.
+
+        Raises:
+            StorageRefused: that failed.
+        """
+        return payload
+
     def commit(self, payload: GroupPayload) -> None:
         """Holds a reserved group.
 

@@ -1,7 +1,7 @@
 """Who brings weights from whom: no circles, bounded width, against any order of questions and failures."""
 
 import hypothesis.strategies as st
-from hypothesis import given
+from hypothesis import given, settings
 
 from knittrans_jax.admission.fan_out import FanOut, WeightsDesk
 from knittrans_jax.admission.training import TrainGroup
@@ -10,6 +10,7 @@ from knittrans_jax.launch.messages import TrainHello, WeightsFrom, WeightsWanted
 QUESTIONS = st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=60)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3), QUESTIONS)
 def test_sources_form_a_tree_of_bounded_width(width: int, questions: list[tuple[int, bool]]) -> None:
     tree, source_of = FanOut(width), dict[str, str | None]()

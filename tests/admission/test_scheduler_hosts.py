@@ -127,3 +127,15 @@ def test_consumed_groups_are_released_once_and_their_room_is_used_again_after_th
     assert first.release == tuple(group.group_id for group in reply.plan.groups)
     assert second.release == ()
     assert room.fits("host0", model.core.state)
+
+
+def test_a_unit_started_anew_keeps_open_groups_and_lets_others_go():
+    model = begun()
+    host = model.hosts[0]
+    group_id = lease_all(model, host)[0]
+    model.ask(sync_of(host, done=(done(group_id),)))
+    sync = msg.StorageSync(unit=host.name, address="there", held_bytes=1, held_groups=2, recovered=(group_id, 10**6))
+    orders = model.ask(sync)
+    assert isinstance(orders, msg.StorageOrders)
+    assert orders.release == (10**6,)
+    assert model.core.desk.counters["recovered_groups"] == 2

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from knittrans_jax.admission.events import Admitted
+from knittrans_jax.admission.events import Admitted, RoleReport
 from knittrans_jax.admission.log import read_log
 from knittrans_jax.config import load_config
 from knittrans_jax.rollout.tasks.registry import load_task
@@ -138,7 +138,8 @@ name: lockstep
 task: {name: my_task.py:Echo, options: {repeat: 2}}
 batch: {groups: 2, mini_batches: 2, trajectories_per_group: 2}
 admission: {schedule: colocated}
-rollout: {slots: 4, cache_tokens: 24, max_answer_tokens: 7}
+rollout: {slots: 4, cache_tokens: 24, max_answer_tokens: 7, storage_on_disk: true}
+weights: {transfer: bulk}
 train: {updates: 4, publish: train_batch, row_tokens: 32, micro_batch_rows: 1, transfer: gather, encoder_mode: auto}
 eval: {every_updates: 4, prompts: 2, final_prompts: 3}
 """
@@ -147,7 +148,7 @@ eval: {every_updates: 4, prompts: 2, final_prompts: 3}
 @pytest.mark.slow
 def test_a_users_own_text_task_runs_in_lock_step_without_architectural_staleness(tmp_path: Path) -> None:
     """Also: no images, so no encoder program runs; the roles follow a task named by file in the configuration; and process 0
-    gathers all payloads and passes them on."""
+    gathers all payloads and passes them on; weights come from the training processes' memory, payloads lie on disk."""
     (tmp_path / "lockstep.yaml").write_text(COLOCATED)
     (tmp_path / "my_task.py").write_text((Path(__file__).parents[1] / "rollout" / "my_task.py").read_text())
     run = subprocess.run(
@@ -165,10 +166,22 @@ def test_a_users_own_text_task_runs_in_lock_step_without_architectural_staleness
     assert (architectural["mean"], architectural["p50"], architectural["p95"], architectural["max"]) == (0, 0, 0, 0)
     assert summary["staleness"]["gap"]["max"] == 1  # mini-batch 1 of each train batch is trained one update later
     assert summary["encoder"]["images_referenced"] == 0
+    assert not (tmp_path / "runs" / "lockstep" / "weights").exists()
+    assert_every_training_process_served_its_shards(tmp_path / "runs" / "lockstep")
     assert (
         summary["bytes"]["payload_pulled"] == summary["bytes"]["payload_relayed"] == summary["bytes"]["payload_unique"]
     )
     assert summary["logprob_mismatch"] < 1e-4
+
+
+def assert_every_training_process_served_its_shards(folder: Path) -> None:
+    events = read_log(folder / "events.log").events
+    reports = {event.role: event.counters for event in events if isinstance(event, RoleReport)}
+    served = [reports[f"train{process}"]["weight_served_bytes"] for process in range(2)]
+    assert min(served) > 0  # parameters are replicated, and shared out
+    assert sum(served) == reports["rollout-host0"]["weights_pulled_bytes"] > 0
+    assert reports["rollout-host0"]["weights_sources_failed"] == 0
+    assert reports["scheduler"]["weights_from_training"] == reports["rollout-host0"]["weights_brought"]
 
 
 @pytest.mark.slow

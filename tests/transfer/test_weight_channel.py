@@ -16,7 +16,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from knittrans_jax.transfer import tickets, wire
 from knittrans_jax.transfer.bulk import BytesSpec, Hello, Kind, Piece, ShardSpec, VersionKey
@@ -125,6 +125,7 @@ def published(key: VersionKey, tree: dict[str, np.ndarray]) -> WeightStore:
     return store
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=5), st.integers(1, 4), st.data())
 def test_any_cut_of_tensors_over_processes_is_put_together_again(
     shapes: list[tuple[int, int]], processes: int, data: st.DataObject
