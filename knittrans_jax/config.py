@@ -258,13 +258,15 @@ class PaceConfig(Section, frozen=True):
 
 
 class LaunchConfig(Section, frozen=True):
-    """What the launcher does. `on_child_death: stop` ends the run when any role dies.
+    """What the launcher does. `on_child_death: stop` ends the run when any role dies; with `recover` a training process that
+    dies takes its group down, which is started again from its newest checkpoint, at most `max_restarts` times in a run.
 
     A run that is interrupted or fails is killed after `stop_timeout_s`. Once a run has finished, its roles have
     `finish_timeout_s` to hand in their last reports and leave.
     """
 
-    on_child_death: Literal["stop"] = "stop"
+    on_child_death: Literal["stop", "recover"] = "stop"
+    max_restarts: NonNegativeInt = 8
     stop_timeout_s: PositiveFloat = 3.5
     finish_timeout_s: PositiveFloat = 30.0
 

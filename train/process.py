@@ -94,7 +94,8 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
             run_dir / "checkpoints", keep=config.checkpoint.keep, timeout_s=config.checkpoint.timeout_s
         ) as checkpoints,
     ):
-        restored = checkpoints.restore(setup.state) if config.resume else None
+        recovers = config.launch.on_child_death == "recover"
+        restored = checkpoints.restore(setup.state) if config.resume or recovers else None
         state, cursor = (setup.state, Cursor(version=0, after_plan=-1)) if restored is None else restored
         hello = msg.TrainHello(
             process=index,
@@ -152,6 +153,7 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
             signal.signal(number, end)
         setup = dataclasses.replace(setup, state=state)
         trainer = Trainer(config, setup, index, incarnation, compilations, control, writer, cursor.version)
+        trainer.published = welcome.published
         try:
             trainer.publish()
             after_plan, saved = cursor.after_plan, cursor.version
@@ -335,6 +337,8 @@ class Trainer:
         self._gathers: dict[Gather, Gather] = {}
         self.state: TrainState = setup.state
         self.version = version
+        self.published = -1
+        """The newest version published before this group began: only later ones are."""
         self.waits_s: dict[str, float] = collections.defaultdict(float)
         self._process, self._incarnation = process, incarnation
         self._compilations, self._control, self._writer = compilations, control, writer
@@ -390,7 +394,7 @@ class Trainer:
     def publish(self) -> None:
         """Hands the current weights to the writer, when the configuration publishes this version."""
         every = self.config.batch.mini_batches if self.config.train.publish == "train_batch" else 1
-        if self.version % every == 0:
+        if self.version % every == 0 and self.version > self.published:
             self._writer.write(self.version, self.state.params)
 
     def counters(self) -> dict[str, float]:

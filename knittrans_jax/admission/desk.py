@@ -103,9 +103,9 @@ class RolloutDesk:
                 self._end_evaluation(lease, f"version {lease.version} is not to be had on host {lease.host}", now_s)
 
     def recovered(self, unit: str, group_id: int) -> None:
-        """A unit that was started anew still holds a group: it may go, unless the group is open."""
+        """A unit that was started anew still holds a group: it may go, unless the group is open or retained."""
         self.counters["recovered_groups"] += 1
-        if group_id not in self.state.groups:
+        if group_id not in self.state.groups and not self.room.retains(unit, group_id):
             self.room.release(unit, group_id)
 
     def _start(self, group_id: int, now_s: float) -> None:

@@ -55,6 +55,8 @@ class Evaluations:
         """Version and prompts of leases in the log of a resumed run."""
         self._done: collections.defaultdict[int, set[str]] = collections.defaultdict(set)
         """Prompts done in that log, by version."""
+        self._version, self._interrupted = 0, False
+        """Of that log, up to where it was taken in."""
         self.waiting: list[Share] = []
         self.leases: dict[int, EvalLeaseRecord] = {}
         self.final_planned = False
@@ -98,8 +100,14 @@ class Evaluations:
             case ev.EvalDone():
                 version, prompts = self._log.pop(event.eval_id)
                 self._done[version].update(prompts)
+            case ev.Consumed():
+                self._version = event.update + 1
+            case ev.Resumed():
+                self._interrupted = True
             case ev.TrainGroupFormed():
-                self.resume(event.version)
+                if self._interrupted or event.lineage < self._version:
+                    self.resume(event.lineage)
+                self._version, self._interrupted = event.lineage, False
             case _:
                 pass
 

@@ -123,7 +123,8 @@ class TrainGroupFormed(Event, frozen=True, kw_only=True):
     """All training processes registered: messages of older incarnations are refused from here on.
 
     They begin at `version`, after the update of plan `after_plan` (0 and -1: from the beginning). What was consumed after it
-    is not part of the lineage of the parameters: its groups become lost, and their prompts are launched again.
+    is not part of the lineage of the parameters: its groups become lost, and their prompts are launched again. Except for the
+    `repeated` updates that follow `version`: their mini-batches are served again, which gives the parameters that they gave.
     """
 
     incarnation: int
@@ -131,7 +132,14 @@ class TrainGroupFormed(Event, frozen=True, kw_only=True):
     version: int = 0
     after_plan: int = -1
     evaluated: int = -1
-    """Newest version up to `version` whose evaluation is complete; results of later ones do not count."""
+    """Newest version up to `lineage` whose evaluation is complete; results of later ones do not count."""
+    repeated: int = 0
+    """Updates after `version` that stay in the lineage."""
+
+    @property
+    def lineage(self) -> int:
+        """The version up to which the lineage stays as it was."""
+        return self.version + self.repeated
 
 
 class Admitted(Event, frozen=True, kw_only=True):

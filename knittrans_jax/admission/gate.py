@@ -31,6 +31,7 @@ from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.look_ahead import AutoLookAhead
 from knittrans_jax.admission.rules import Kind, Rules
 from knittrans_jax.admission.state import AdmissionState
+from knittrans_jax.admission.storage_room import most_retained_groups
 from knittrans_jax.config import Config
 
 LookAhead = int | Mapping[str, int] | Literal["auto"]
@@ -271,5 +272,5 @@ def make_gate(config: Config, rules: Rules, group_bytes: int) -> LaunchGate:
         return LaunchGate(rules, look_ahead, train_steps)
     room = config.rollout.hosts * (config.rollout.storage_bytes // group_bytes)
     whole = config.admission.policy in ("train_batch", "proportional")
-    most = room - (rules.groups if whole else rules.mini_batch_groups)
+    most = room - most_retained_groups(config) - (rules.groups if whole else rules.mini_batch_groups)
     return LaunchGate(rules, "auto", train_steps, most_look_ahead=max(0, most))

@@ -119,20 +119,39 @@ class _Straightener:
         self._open = {}
 
     def _formed(self, event: ev.TrainGroupFormed) -> None:
-        undone = [update for update in self._updates if update.version > event.version]
-        self._updates = [update for update in self._updates if update.version <= event.version]
+        undone = [update for update in self._updates if update.version > event.lineage]
+        withdrawn: list[int] = []
+        if undone:
+            for at, plan_groups in self._admitted.values():
+                self.out[at] = None
+                withdrawn += plan_groups
+            self._admitted.clear()
+            for group_id in withdrawn:
+                del self._open[group_id]
+        self._updates = [update for update in self._updates if update.version <= event.lineage]
         for update in undone:
             self.out[update.admitted] = self.out[update.consumed] = None
         for version, at in self._versions:
-            if version > event.version:
+            if version > event.lineage:
                 self.out[at] = None
-        self._versions = [entry for entry in self._versions if entry[0] <= event.version]
-        if self.resumptions or undone:
+        self._versions = [entry for entry in self._versions if entry[0] <= event.lineage]
+        if undone or (self.resumptions and self.resumptions[-1].version < 0):
             for _, version, at in self._evals:
                 if version > event.evaluated:
                     self.out[at] = None
             self._evals = [entry for entry in self._evals if entry[1] <= event.evaluated]
         groups = sorted(group_id for update in undone for group_id in update.groups)
+        if undone and not (self.resumptions and self.resumptions[-1].version < 0):  # the training group alone died
+            self.resumptions.append(
+                Resumption(
+                    time_s=event.time_s,
+                    down_s=0.0,
+                    version=-1,
+                    updates_discarded=0,
+                    groups_discarded=0,
+                    groups_lost=len(withdrawn),
+                )
+            )
         if self.resumptions and self.resumptions[-1].version < 0:
             self.resumptions[-1] = msgspec.structs.replace(
                 self.resumptions[-1],
@@ -140,7 +159,7 @@ class _Straightener:
                 updates_discarded=len(undone),
                 groups_discarded=len(groups),
             )
-        self._lose(groups, event.time_s, f"training went on from version {event.version}")
+        self._lose([*groups, *withdrawn], event.time_s, f"training went on from version {event.lineage}")
 
     def _lose(self, group_ids: Iterable[int], time_s: float, reason: str) -> None:
         self.out.extend(ev.Lost(time_s=time_s, group_id=group_id, reason=reason) for group_id in sorted(group_ids))

@@ -17,6 +17,7 @@ policy gives, answer what was parked, end what is finished.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol
 
@@ -30,6 +31,7 @@ from knittrans_jax.admission.gate import make_gate
 from knittrans_jax.admission.lineage import final_lineage
 from knittrans_jax.admission.policy import Waiting, hopeless, make_policy
 from knittrans_jax.admission.prompts import PromptOrder
+from knittrans_jax.admission.recovery import Retention
 from knittrans_jax.admission.rules import rules_of
 from knittrans_jax.admission.state import AdmissionState
 from knittrans_jax.admission.status import live_status
@@ -50,6 +52,7 @@ COUNTERS = (
     "parked_refused",
     "starvations",
     "relaxed_rules",
+    "train_groups_died",
 )
 """Requests that changed nothing, by reason; `waits` are answers `Wait`; what starvation led to where the run went on."""
 
@@ -124,6 +127,8 @@ class SchedulerCore:
         self.evaluations = Evaluations(config, heldout_prompts)
         self.desk = RolloutDesk(config, self.controller, self.evaluations, group_bytes, self._emit)
         self.training = TrainGroup(config.train.processes)
+        self._recovers = config.launch.on_child_death == "recover"
+        self.retention = Retention(self.desk.room, self._recovers)
         self.weights_desk = WeightsDesk(FanOut(config.weights.fan_out), ticket_key, self._ticket)
         self.figures = RunFigures(config.batch.mini_batches)
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
@@ -149,6 +154,8 @@ class SchedulerCore:
         self._hopeless: tuple[int, str, str] | None = None
         self._waiting_since_s = 0.0
         self._ending_since_s = 0.0
+        self._evaluated = -1
+        """Newest version whose evaluation was complete when the lineage last began."""
         self._told_to_stop: set[str] = set()
         self._reported: set[str] = set()
         self._status_served = False
@@ -219,6 +226,8 @@ class SchedulerCore:
             case msg.StorageSync():
                 return self._on_storage(request)
             case msg.TrainHello():
+                if self._recovers and self.ending is None and self.training.is_another(request):
+                    self._train_group_died()
                 refusal = self._ended() or self._cannot_begin(request) or self.training.hello(request)
                 return self._refuse(refusal) if refusal else self._park(token, request)
             case msg.NextPlan():
@@ -282,6 +291,8 @@ class SchedulerCore:
     def _on_chunk(self, token: Hashable, request: msg.ChunkHeld) -> msg.Reply | None:
         refusal = self._stranger(request.process, request.incarnation)
         plan = self.state.plans.get(request.plan_id)
+        if plan is None and self.retention.is_repeated(request.plan_id):
+            plan = self.retention.plans.get(request.plan_id)
         if refusal is None and plan is None:
             refusal = f"plan {request.plan_id} is not under way"
         if refusal is None and plan is not None and not 0 <= request.chunk < plan.chunks:
@@ -295,6 +306,8 @@ class SchedulerCore:
         refusal = self._stranger(request.process, request.incarnation)
         if refusal is not None:
             return self._refuse(refusal)
+        if self.retention.is_repeated(request.plan_id):
+            return self._on_repeated(request)
         plan = self.state.plans.get(request.plan_id)
         if plan is None and 0 <= request.plan_id < self.state.next_plan_id:
             self.counters["duplicate_updates"] += 1
@@ -304,6 +317,19 @@ class SchedulerCore:
             return self._refuse(f"update of plan {request.plan_id} to version {request.version}: {expected}")
         if not self.training.update_done(request):
             self.counters["duplicate_updates"] += 1
+        return msg.Ack()
+
+    def _on_repeated(self, request: msg.UpdateDone) -> msg.Reply:
+        """An update that is in the log already, of a training group that began before it."""
+        plan = self.retention.plans.get(request.plan_id)
+        if plan is not None and request.version != plan.update + 1:
+            return self._refuse(
+                f"update of plan {request.plan_id} to version {request.version}: it ends at version {plan.update + 1}"
+            )
+        self.training.update_done(request)
+        reports = self.training.take_update(request.plan_id)
+        if reports is not None:
+            self.retention.repeat(request.plan_id, reports[0].metrics)
         return msg.Ack()
 
     def _on_checkpoint(self, request: msg.CheckpointDone) -> msg.Reply:
@@ -327,6 +353,7 @@ class SchedulerCore:
                     stall_s=max(report.stall_s for report in reports),
                 )
             )
+            self.retention.covered(request.version)
         return msg.Ack()
 
     def _on_weights(self, request: msg.WeightsWritten) -> msg.Reply:
@@ -363,6 +390,11 @@ class SchedulerCore:
         training = self.training
         if training.incarnation < 0 and training.complete:
             training.incarnation = self.state.incarnation + 1
+            repeated = self.retention.begin(training.version, self.state.version)
+            lineage = training.version + repeated
+            if self.state.incarnation < 0 or self._history or lineage < self.state.version:
+                self._evaluated = self.evaluations.resume(lineage)
+            withdrawn = list(self.state.plans.values()) if lineage < self.state.version else []
             self._emit(
                 ev.TrainGroupFormed(
                     time_s=self._now_s,
@@ -370,11 +402,25 @@ class SchedulerCore:
                     processes=training.processes,
                     version=training.version,
                     after_plan=training.after_plan,
-                    evaluated=self.evaluations.resume(training.version),
+                    evaluated=self._evaluated,
+                    repeated=repeated,
                 )
             )
+            for plan in withdrawn:
+                for group in plan.groups:
+                    self.desk.room.release(group.unit, group.group_id)
             self._fold_figures()
             self._history = []
+
+    def _train_group_died(self) -> None:
+        """Its processes come back one by one: nobody speaks for the training group until all have."""
+        goes = self.training.goes
+        self.training = TrainGroup(self.config.train.processes)
+        self.training.goes = goes
+        self.counters["train_groups_died"] += 1
+        for token in [token for token, one in self._parked.items() if not isinstance(one.request, msg.TrainHello)]:
+            del self._parked[token]
+            self._reply(token, self._refuse("the training group has died; this process was of an older incarnation"))
 
     def _fold_figures(self) -> None:
         """The figures of the final lineage so far, where there is a history that may have been thrown back."""
@@ -413,8 +459,7 @@ class SchedulerCore:
                     compiled=tuple(dict.fromkeys(one for report in reports for one in report.compiled)),
                 )
             )
-            for planned in plan.groups:
-                self.desk.room.release(planned.unit, planned.group_id)
+            self.retention.consumed(plan, reports[0].metrics)
 
     def _publish(self) -> None:
         version = self.training.newest_whole(at_most=self.state.version)
@@ -480,9 +525,12 @@ class SchedulerCore:
             case msg.TrainHello():
                 if self.training.incarnation >= 0:
                     key = None if request.relay is None and request.weights is None else self._ticket_key
-                    return msg.TrainWelcome(incarnation=self.training.incarnation, ticket_key=key)
+                    return msg.TrainWelcome(
+                        incarnation=self.training.incarnation, ticket_key=key, published=self.state.published
+                    )
             case msg.NextPlan():
-                plan = next((p for p in self.state.plans.values() if p.plan_id > request.after_plan), None)
+                served = itertools.chain(self.retention.plans.values(), self.state.plans.values())
+                plan = next((plan for plan in served if plan.plan_id > request.after_plan), None)
                 if plan is not None and self.ending is None:
                     return self._plan_reply(plan, f"train{request.process}")
                 complete = plan is None and self.state.admitted_updates >= self.last_version
@@ -607,6 +655,8 @@ class SchedulerCore:
         return {
             "episode_retries": float(self.state.retries),
             "goes": float(self.training.goes),
+            "updates_repeated": float(self.retention.repeated),
+            "updates_repeated_otherwise": float(self.retention.repeated_otherwise),
             "weights_from_training": float(self.weights_desk.fan_out.from_training),
             "weights_asked_again": float(self.weights_desk.fan_out.asked_again),
             "eval_leases_expired": float(self.evaluations.leases_expired),

@@ -8,7 +8,8 @@ What it guarantees:
 * no mini-batch is taken in that breaks a rule: quotas, no prompt twice, the staleness bound;
 * filtered, expired, lost and failed groups are kept as counts only, consumed ones by id and prompt until no checkpoint that is
   kept could make them unconsumed again; so memory follows what is open;
-* what was consumed after the version from which a run is resumed becomes lost, as does everything that was open.
+* what was consumed after the version from which a run is resumed becomes lost, as does everything that was open; a training
+  group that alone begins anew, and repeats what followed, changes nothing.
 """
 
 from __future__ import annotations
@@ -130,6 +131,8 @@ class AdmissionState:
         self.last_failure = ""
         self.ended: str | None = None
         self._ready_order = 0
+        self._interrupted = False
+        """The run is resumed, and no training group has formed since."""
         self._bounded, self._has_final = rules.staleness_bound is not None, bool(rules.final_attributes)
         self._spread, self._launched = rules.spread_slow, len(rules.prompt_attributes)
 
@@ -181,8 +184,6 @@ class AdmissionState:
     def why_not_from(self, version: int, after_plan: int) -> str | None:
         """Why training cannot go on from this version, after this plan's update; None: it can."""
         last = next((plan_id for plan_id, plan in self.consumed.items() if plan.update == version - 1), -1)
-        if self.plans or self.groups:
-            return f"training cannot begin at version {version} while {len(self.groups)} groups are open"
         if not self.oldest_checkpoint <= version <= self.version or version % self.rules.mini_batches:
             return (
                 f"training cannot begin at version {version}: the log allows whole train batches from version "
@@ -204,9 +205,11 @@ class AdmissionState:
             case ev.Resumed():
                 groups = sorted(self.groups.values(), key=lambda group: group.group_id)
             case ev.TrainGroupFormed():
-                undone = [
-                    group for plan in self.consumed.values() if plan.update >= event.version for group in plan.groups
+                undone: list[ConsumedGroup | Group] = [
+                    group for plan in self.consumed.values() if plan.update >= event.lineage for group in plan.groups
                 ]
+                if event.lineage < self.version:
+                    undone += [self.groups[one.group_id] for plan in self.plans.values() for one in plan.groups]
                 groups = sorted(undone, key=lambda group: group.group_id)
             case _:
                 groups = []
@@ -224,12 +227,23 @@ class AdmissionState:
         refusal = self.why_not_from(event.version, event.after_plan)
         if refusal is not None:
             raise IllegalTransition(refusal)
+        if event.repeated < 0 or event.lineage > self.version:
+            raise IllegalTransition(
+                f"{event.repeated} updates are repeated from version {event.version}, of {self.version} in the log"
+            )
         self.incarnation = event.incarnation
-        for plan_id in [plan_id for plan_id, plan in self.consumed.items() if plan.update >= event.version]:
+        if event.lineage == self.version and not self._interrupted:
+            return  # mini-batches under way go on as they are
+        self._interrupted = False
+        for plan in self.plans.values():
+            for one in plan.groups:
+                self._move(one.group_id, Account.LOST, event.time_s)
+        self.plans.clear()
+        for plan_id in [plan_id for plan_id, plan in self.consumed.items() if plan.update >= event.lineage]:
             for group in self.consumed.pop(plan_id).groups:
                 self.accounts.move(group.group_id, group.kind, Account.CONSUMED, Account.LOST)
-        self.version = self.admitted_updates = event.version
-        self.batch = Batch(event.version // self.rules.mini_batches, self.rules.open_batch())
+        self.version = self.admitted_updates = event.lineage
+        self.batch = Batch(event.lineage // self.rules.mini_batches, self.rules.open_batch())
 
     def _resumed(self, event: ev.Resumed) -> None:
         self.plans.clear()
@@ -237,6 +251,7 @@ class AdmissionState:
             self._move(group_id, Account.LOST, event.time_s)
         self.published = -1
         self.ended = None
+        self._interrupted = True
 
     def _checkpointed(self, event: ev.Checkpointed) -> None:
         if not self.oldest_checkpoint <= event.oldest <= event.version <= self.version:

@@ -26,6 +26,10 @@ def check_storage(config: Config, group_bytes: int, look_ahead_groups: int) -> N
     else:
         needed = look_ahead_groups + config.mini_batch_groups
         why = "admission.look_ahead_groups and one mini-batch"
+    retained = most_retained_groups(config)
+    if retained:
+        needed += retained
+        why += f", and {retained} consumed groups that no checkpoint covers yet (launch.on_child_death)"
     hosts = config.rollout.hosts
     if hosts * (config.rollout.storage_bytes // group_bytes) >= needed:
         return
@@ -37,22 +41,50 @@ def check_storage(config: Config, group_bytes: int, look_ahead_groups: int) -> N
     )
 
 
+def most_retained_groups(config: Config) -> int:
+    """The most consumed groups that are kept until a checkpoint covers them; 0: none are.
+
+    A checkpoint is whole at the latest when the next one begins, so those of two intervals.
+
+    Raises:
+        ConfigError: training is to recover, and no checkpoints are taken.
+    """
+    if config.launch.on_child_death != "recover":
+        return 0
+    if not config.checkpoint.every_train_batches:
+        raise ConfigError(
+            "checkpoint.every_train_batches: launch.on_child_death = recover goes on from checkpoints, so they must be taken "
+            "(value 0)"
+        )
+    return 2 * config.checkpoint.every_train_batches * config.batch.groups
+
+
 class StorageRoom:
     """See the module's opening. `capacity` is a unit's budget in worst-case groups."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._releasing: dict[str, dict[int, bool]] = {}  # unit -> group -> told
+        self._retained: dict[str, set[int]] = {}  # unit -> groups
         self._orphans: dict[str, dict[int, float]] = {}  # host -> group -> until when it is waited for
 
     def fits(self, host: str, state: AdmissionState) -> bool:
         """Whether the host's unit has room for one more group."""
         unit = state.hosts.get(host, host)
         used = state.open_by_host.get(host, 0) + len(self._releasing.get(unit, ())) + len(self._orphans.get(host, ()))
-        return used < self.capacity
+        return used + len(self._retained.get(unit, ())) < self.capacity
+
+    def retain(self, unit: str, group_id: int) -> None:
+        """The unit keeps a consumed group until it is told to release it."""
+        self._retained.setdefault(unit, set()).add(group_id)
+
+    def retains(self, unit: str, group_id: int) -> bool:
+        """Whether the unit keeps this consumed group."""
+        return group_id in self._retained.get(unit, ())
 
     def release(self, unit: str, group_id: int) -> None:
         """The unit may let a group go."""
+        self._retained.get(unit, set()).discard(group_id)
         self._releasing.setdefault(unit, {})[group_id] = False
 
     def orders(self, unit: str) -> tuple[int, ...]:

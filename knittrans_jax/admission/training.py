@@ -66,6 +66,10 @@ class TrainGroup:
             self.weights[request.process] = request.weights
         return None
 
+    def is_another(self, request: TrainHello) -> bool:
+        """Whether the process that registers is not the one that did before: its group has died."""
+        return self.pids.get(request.process, request.pid) != request.pid
+
     @property
     def complete(self) -> bool:
         """All processes have registered."""

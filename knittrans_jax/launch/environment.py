@@ -32,21 +32,22 @@ def roles_of(config: Config, config_file: Path, cores: int, environment: Mapping
         environment: the user's; what is set there stays.
     """
 
-    def role(name: str, kind: str, index: int | None, essential: bool, own: Mapping[str, str]) -> Role:
+    def role(name: str, kind: str, index: int | None, essential: bool, own: Mapping[str, str], group: str = "") -> Role:
         command = (sys.executable, "-m", "knittrans_jax.cli", kind, str(config_file))
         if index is not None:
             command += ("--index", str(index))
-        return Role(name, command, {**own, LAUNCHED: "1", "PYTHONUNBUFFERED": "1"}, essential)
+        return Role(name, command, {**own, LAUNCHED: "1", "PYTHONUNBUFFERED": "1"}, essential, group)
 
     computing = config.rollout.hosts + config.train.processes
     engine = jax_environment(config.platform, 1, cores, computing, environment)
     train = jax_environment(config.platform, config.train.devices_per_process, cores, computing, environment)
     plain = thread_environment(1, environment)
+    group = "train" if config.launch.on_child_death == "recover" else ""
     return [
         role("scheduler", "scheduler", None, True, plain),
         *(role(f"storage{i}", "storage", i, True, plain) for i in range(config.rollout.hosts)),
         *(role(f"rollout{i}", "rollout", i, True, engine) for i in range(config.rollout.hosts)),
-        *(role(f"train{i}", "train", i, False, train) for i in range(config.train.processes)),
+        *(role(f"train{i}", "train", i, False, train, group) for i in range(config.train.processes)),
     ]
 
 

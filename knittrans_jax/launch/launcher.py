@@ -5,8 +5,8 @@
    it still runs, which is an error. So `runs/NAME` is always the newest run, and a command can simply be given again. With
    `resume: true` the earlier run is gone on with, in its folder; its `logs` become `logs.1`, `logs.2`, ...
 3. The roles start as processes of their own, with the resolved `config.yaml`; their output goes to `logs/ROLE.log`.
-4. The launcher watches: it shows the live table, writes `metrics.jsonl`, and ends everything when a role dies
-   (`launch.on_child_death: stop`) or a signal comes.
+4. The launcher watches: it shows the live table, writes `metrics.jsonl`, and ends everything when a role dies or a signal
+   comes. With `launch.on_child_death: recover` a training process that dies takes its group down, which starts again.
 5. `summary.json`, `report.html` and `trace.json` are written however the run ended, and say how.
 """
 
@@ -29,7 +29,7 @@ from knittrans_jax.admission.resume import log_to_resume
 from knittrans_jax.config import Config, ConfigError, config_to_yaml
 from knittrans_jax.launch.environment import roles_of, usable_cores
 from knittrans_jax.launch.messages import Shutdown, Status, StatusRequest
-from knittrans_jax.launch.supervise import Outcome, Role, StopSignals, supervise
+from knittrans_jax.launch.supervise import Death, Outcome, Role, StopSignals, supervise
 from knittrans_jax.observe.metrics import RunObserver, write_pages
 from knittrans_jax.observe.summary import Summary
 from knittrans_jax.observe.table import LiveView, duration
@@ -103,6 +103,9 @@ def run(
                     console.print("ending all processes", highlight=False)
                 link.shutdown(reason)
 
+            def on_restart(group: str, death: Death) -> None:
+                console.print(f"{death.reason}: {group} begins again", markup=False, highlight=False, soft_wrap=True)
+
             outcome = supervise(
                 roles,
                 logs,
@@ -112,6 +115,8 @@ def run(
                 ask_to_end=ask_to_end,
                 is_over=is_over,
                 linger_s=config.launch.finish_timeout_s,
+                max_restarts=config.launch.max_restarts,
+                on_restart=on_restart,
             )
             view.close()
             summary = observer.finish(_ended(outcome))

@@ -138,6 +138,8 @@ class TrainWelcome(Message, frozen=True, kw_only=True):
     incarnation: int
     ticket_key: bytes | None = None
     """For a process that relays or serves weights: the key with which tickets for it are checked."""
+    published: int = -1
+    """The newest version that was published: the group publishes nothing until it is at a newer one."""
 
 
 class NextPlan(Message, frozen=True, kw_only=True):

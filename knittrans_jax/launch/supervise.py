@@ -5,7 +5,8 @@ What it guarantees:
 * a child is killed by the kernel when the launcher dies, however it dies (`PR_SET_PDEATHSIG`), so nothing is left behind;
 * Ctrl-C reaches the launcher only: children are in sessions of their own and are ended in order, politely first;
 * when `supervise` returns or raises, no child is left: SIGTERM first, SIGKILL to the whole session after `stop_timeout_s`;
-* a child that dies is reported with its name, its exit status or signal, and the last lines of its log.
+* a child that dies is reported with its name, its exit status or signal, and the last lines of its log;
+* a group of roles is started again whole: none of the dead group runs any more when the first of the new one starts.
 
 Linux only: the death signal is a kernel feature that other systems lack.
 """
@@ -43,12 +44,16 @@ except OSError as error:
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """A process to run. `environment` is added to the launcher's own; `essential`: exit status 0 before the end is a death."""
+    """A process to run. `environment` is added to the launcher's own; `essential`: exit status 0 before the end is a death.
+
+    `group`: when one of them dies, all roles of its group are started again; without one, a death ends the run.
+    """
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     essential: bool = False
+    group: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +137,8 @@ def supervise(
     ask_to_end: Callable[[str], None] = lambda reason: None,
     is_over: Callable[[], bool] = lambda: True,
     linger_s: float = 30.0,
+    max_restarts: int = 0,
+    on_restart: Callable[[str, Death], None] = lambda group, death: None,
 ) -> Outcome:
     """Runs the roles until all have ended.
 
@@ -144,6 +151,8 @@ def supervise(
         ask_to_end: tells the roles in their own way, with a reason, before SIGTERM.
         is_over: whether the run has ended, so that an essential role may leave.
         linger_s: how long the others may take once the first role of `roles` has ended.
+        max_restarts: how often groups are started again in all; the next death ends the run.
+        on_restart: told of a group that will be started again, and of the death that is the reason.
 
     Returns:
         How they ended. Nothing runs any more.
@@ -153,11 +162,17 @@ def supervise(
         for role in roles:
             children.append(_start(role, logs))
         first_left_s: float | None = None
+        restarts = 0
         while any(child.running() for child in children):
             on_tick()
             dead = _first_death(children, is_over)
             if dead is not None:
-                death = _death(dead)
+                death, group = _death(dead), dead.role.group
+                if group and restarts < max_restarts and children[0].running() and not signals.received:
+                    restarts += 1
+                    on_restart(group, death)
+                    _restart(children, group, logs)
+                    continue
                 return Outcome(
                     death=death, killed=_end(children, signals, stop_timeout_s, ask_to_end, f"error: {death.reason}")
                 )
@@ -177,9 +192,17 @@ def supervise(
         _kill([child for child in children if child.running()])
 
 
+def _restart(children: list[_Child], group: str, logs: Path) -> None:
+    """Starts all roles of a group again, in their places; their logs go on."""
+    _kill([child for child in children if child.role.group == group and child.running()])
+    for index, child in enumerate(children):
+        if child.role.group == group:
+            children[index] = _start(child.role, logs)
+
+
 def _start(role: Role, logs: Path) -> _Child:
     path = logs / f"{role.name}.log"
-    with path.open("wb") as log:
+    with path.open("ab") as log:
         process = subprocess.Popen(
             (sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *role.command),
             stdin=subprocess.DEVNULL,

@@ -56,7 +56,8 @@ class RunObserver:
     def poll(self) -> list[UpdateRecord]:
         """Folds in what is new; returns the updates among it. A log that is not there yet has nothing new.
 
-        Where a run is resumed, the lines of `metrics.jsonl` are those of its final lineage: they are written anew.
+        Where a run is resumed, or a training group begins anew, the lines of `metrics.jsonl` are those of the final
+        lineage: they are written anew.
         """
         path = self.directory / EVENTS
         try:
@@ -65,8 +66,7 @@ class RunObserver:
         except FileNotFoundError:
             return []
         log = read_log(path, self._offset_bytes)
-        resumed = bool(self.record.resumptions)
-        if any(isinstance(e, Resumed) or (resumed and isinstance(e, TrainGroupFormed)) for e in log.events):
+        if any(isinstance(e, Resumed) or (isinstance(e, TrainGroupFormed) and e.incarnation > 0) for e in log.events):
             log = read_log(path)  # what was folded in so far may not belong to the final lineage
             self.history = history_of(self.record.config, log.events)
             self._metrics.seek(0)

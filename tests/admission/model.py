@@ -144,6 +144,7 @@ class Model:
         self.after_plan = -1
         self.checkpoints: list[tuple[int, int]] = []
         """(version, after plan) on disk, oldest first; two are kept."""
+        self.published_before = -1
         self.trainer_done = False
         self.plans: list[msg.PlanReply] = []
         self._answers: dict[object, msg.Reply] = {}
@@ -243,23 +244,23 @@ class Model:
 
     # --- trainer ---------------------------------------------------------------------------------------------------------
 
-    def hello(self, version: int = 0, after_plan: int = -1) -> None:
-        """The training processes register, with what they restored."""
+    def hello(self, version: int = 0, after_plan: int = -1, pid: int = 100) -> None:
+        """The training processes register, with what they restored; `pid`: of the first."""
         self.version, self.after_plan = version, after_plan
         tokens = [
             self.send(
-                msg.TrainHello(process=p, processes=self.processes, pid=100 + p, version=version, after_plan=after_plan)
+                msg.TrainHello(process=p, processes=self.processes, pid=pid + p, version=version, after_plan=after_plan)
             )
             for p in range(self.processes)
         ]
         for token in tokens:
             welcome = self.answer(token)
             assert isinstance(welcome, msg.TrainWelcome)
-            self.incarnation = welcome.incarnation
+            self.incarnation, self.published_before = welcome.incarnation, welcome.published
         self.write(version)
 
     def write(self, version: int) -> None:
-        for process in range(self.processes):
+        for process in range(self.processes if version > self.published_before else 0):
             request = msg.WeightsWritten(process=process, incarnation=self.incarnation, version=version)
             assert isinstance(self.ask(request), msg.Ack)
 

@@ -17,8 +17,8 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 
 
-def role(name: str, code: str, **more: bool) -> Role:
-    return Role(name, (sys.executable, "-c", textwrap.dedent(code)), {"ROLE": name}, **more)
+def role(name: str, code: str, essential: bool = False) -> Role:
+    return Role(name, (sys.executable, "-c", textwrap.dedent(code)), {"ROLE": name}, essential)
 
 
 def alive(pid: int) -> bool:
@@ -194,3 +194,24 @@ def test_a_launcher_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     launcher.kill()
     launcher.communicate(timeout=10)
     assert gone(pids)
+
+
+def test_a_group_is_started_again_whole_as_often_as_allowed_and_the_others_live_on(tmp_path: Path) -> None:
+    told: list[str] = []
+    with StopSignals() as signals:
+        outcome = supervise(
+            [
+                role("first", "import time; time.sleep(30)"),
+                Role("a", (sys.executable, "-c", "print('up', flush=True); raise SystemExit(3)"), group="both"),
+                Role("b", (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(30)"), group="both"),
+            ],
+            tmp_path,
+            signals,
+            stop_timeout_s=1.0,
+            max_restarts=2,
+            on_restart=lambda group, death: told.append(f"{group}: {death.reason}"),
+        )
+    assert told == ["both: a died (exit status 3)"] * 2
+    assert outcome.death is not None
+    assert outcome.death.name == "a"
+    assert (tmp_path / "a.log").read_text() == "up\n" * 3
