@@ -52,7 +52,8 @@ def test_a_training_process_of_another_size_or_a_second_group_is_refused():
         msg.TrainHello(process=0, processes=2, pid=999),
     ):
         assert isinstance(model.ask(hello), msg.Refused)
-    assert model.ask(msg.TrainHello(process=0, processes=2, pid=100)) == msg.TrainWelcome(incarnation=0)
+    welcome = msg.TrainWelcome(incarnation=0, published=model.core.state.published)
+    assert model.ask(msg.TrainHello(process=0, processes=2, pid=100)) == welcome
 
 
 def test_a_process_that_relays_gets_the_key_and_the_units_and_the_others_get_the_relay():
