@@ -251,9 +251,9 @@ def train_programs(config: Config, mesh: Mesh) -> Iterator[Program]:
 def sampler_programs(config: Config, device: Any) -> Iterator[Program]:
     """The programs of an engine, on one device."""
     import jax
-    from jax.sharding import SingleDeviceSharding
 
     from knittrans_jax.models.run_model import run_model
+    from knittrans_jax.models.sharding import on_device
     from knittrans_jax.rollout import sampler
     from knittrans_jax.rollout.device import sampler_shapes
     from knittrans_jax.rollout.tasks.registry import load_task
@@ -262,7 +262,7 @@ def sampler_programs(config: Config, device: Any) -> Iterator[Program]:
     model, params = run_model(config.model, task.vocabulary)
     shapes = sampler_shapes(config.rollout, task.limits, model.config)
     programs = sampler.sampler_programs(model, shapes, tuple(task.sampled_ids), config.rollout.temperature)
-    sharding = SingleDeviceSharding(device)
+    sharding = on_device(device)
 
     def place(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if isinstance(x, jax.ShapeDtypeStruct) else x

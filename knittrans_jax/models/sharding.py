@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from knittrans_jax.models.config import ModelConfig
@@ -40,6 +41,11 @@ ENCODER_RULES: tuple[Rule, ...] = (
     (r"encoder\.(patch_embed|merger\.fc[12]|deepstack_mergers\.\d+\.fc[12])\.kernel", ("fsdp", None)),
     (r"encoder\..*\.(scale|bias)", ()),
 )
+
+
+def on_device(device: Any) -> NamedSharding:
+    """Everything whole on one device. JAX's own name for that is deprecated since 0.12.1, and its successor not in 0.10."""
+    return NamedSharding(Mesh(np.array([device], object), ("device",)), PartitionSpec())
 
 
 def shard_rules(config: ModelConfig) -> tuple[Rule, ...]:

@@ -19,10 +19,11 @@ from knittrans_jax.models.hf_files import Checkpoint
 from knittrans_jax.models.hf_load import load_params, read_part
 from knittrans_jax.models.hf_names import sources
 from knittrans_jax.models.hf_save import save_params
+from knittrans_jax.models.sharding import on_device
 
 TINY = preset("tiny")
 TIED = msgspec.structs.replace(TINY, text=msgspec.structs.replace(TINY.text, tie_embeddings=True))
-DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+DEVICE = on_device(jax.devices()[0])
 
 
 def drawn(config: Any, dtype: Any = np.float32) -> Params:

@@ -15,6 +15,7 @@ from knittrans_jax.launch.check import check_run
 from knittrans_jax.models import build_model, preset
 from knittrans_jax.models.hf_save import save_params
 from knittrans_jax.models.run_model import initial_params, model_config, run_model
+from knittrans_jax.models.sharding import on_device
 from knittrans_jax.rollout.tasks.registry import load_task
 from knittrans_jax.rollout.text import Vocabulary
 from knittrans_jax.train.setup import make_mesh, set_up_training
@@ -49,7 +50,7 @@ def test_a_run_begins_with_the_checkpoint_that_its_configuration_names(checkpoin
 
 
 def test_without_a_checkpoint_every_sharding_gets_what_the_seed_draws():
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = on_device(jax.devices()[0])
     drawn = initial_params(ModelSection(), VOCABULARY, 3, sharding)
     assert_equal(drawn, PARAMS)
     assert {leaf.sharding for leaf in jax.tree.leaves(drawn)} == {sharding}

@@ -8,6 +8,7 @@ import pytest
 
 from knittrans_jax.models import abstract_model, build_model, decay_mask, decoder_apply, draw_params, init_cache, preset
 from knittrans_jax.models import stack as stack_module
+from knittrans_jax.models.sharding import on_device
 
 TINY = preset("tiny")
 assert TINY.vision is not None
@@ -71,7 +72,7 @@ def test_weight_decay_spares_norms_and_biases_though_they_are_stacked():
 
 
 def test_parameters_drawn_into_a_sharding_are_like_those_drawn_on_the_host():
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = on_device(jax.devices()[0])
     config = preset("tiny-text")
     drawn, host = draw_params(config, 0, sharding), build_model(config, 0)[1]
     for (path, want), got in zip(jax.tree.leaves_with_path(host), jax.tree.leaves(drawn), strict=True):

@@ -27,6 +27,7 @@ from knittrans_jax.models import (
 )
 from knittrans_jax.models.hf_config import read_config
 from knittrans_jax.models.hf_load import load_params
+from knittrans_jax.models.sharding import on_device
 
 torch.set_num_threads(1)
 IMAGE = 60
@@ -94,7 +95,7 @@ def load(model: Any, param_dtype: Any = np.float32, **compute: Any) -> tuple[Any
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory, max_shard_size="60KB")
         config = read_config(Path(directory))
-        params = load_params(Path(directory), config, jax.sharding.SingleDeviceSharding(jax.devices()[0]), param_dtype)
+        params = load_params(Path(directory), config, on_device(jax.devices()[0]), param_dtype)
     assert parameter_count(params) >= sum(p.numel() for p in model.parameters()) * 0.9  # the frames' weights are one
     return abstract_model(config, param_dtype=param_dtype, **compute)[0], params
 

@@ -16,10 +16,10 @@ import jax
 import msgspec
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
 
 from knittrans_jax.encoding.patches import patchify
 from knittrans_jax.launch.messages import PlanReply, Reply, Request
+from knittrans_jax.models.sharding import on_device
 from knittrans_jax.train.advantages import group_advantages
 from knittrans_jax.trajectory import (
     GroupMeta,
@@ -314,7 +314,7 @@ def test_per_micro_batch_brings_every_copy_to_the_micro_batch_that_shows_it(worl
 
 
 def options(scheduler: object, **changes: object) -> LoaderOptions:
-    sharding = SingleDeviceSharding(jax.devices()[0])
+    sharding = on_device(jax.devices()[0])
     fields: dict = {
         "open_scheduler": lambda stopped: scheduler,
         "process": 0,
