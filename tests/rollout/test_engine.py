@@ -64,7 +64,8 @@ def test_behaviour_logprobs_are_those_of_a_full_forward_pass():
             trajectory = group.payload.trajectories[member]
             expected = recomputed_logprobs(params, group, member, task)
             sampled = trajectory.sampled_T
-            np.testing.assert_allclose(trajectory.behaviour_logprobs_T[sampled], expected[sampled], atol=1e-5)
+            # Other shapes round otherwise, and otherwise in every XLA; other features differ by 1e-2 and more.
+            np.testing.assert_allclose(trajectory.behaviour_logprobs_T[sampled], expected[sampled], atol=5e-5)
             assert not trajectory.behaviour_logprobs_T[~sampled].any()
             compared += int(sampled.sum())
     assert compared > 100
