@@ -27,6 +27,8 @@ LIVE = frozenset({Account.LEASED, Account.RUNNING, Account.READY, Account.ADMITT
 """Groups that the launch gate counts. The place of any other group may be launched again."""
 POOL = frozenset({Account.LEASED, Account.RUNNING, Account.READY})
 """Launched, and not yet part of a mini-batch."""
+IN_FLIGHT = frozenset({Account.LEASED, Account.RUNNING})
+"""Groups that a rollout host has."""
 OPEN = POOL | {Account.ADMITTED}
 """Groups that still occupy their share of a storage unit for the run's sake."""
 
@@ -34,7 +36,7 @@ LEGAL: dict[Account, frozenset[Account]] = {
     Account.LEASED: frozenset({Account.RUNNING, Account.FAILED, Account.EXPIRED, Account.LOST}),
     Account.RUNNING: frozenset({Account.READY, Account.FAILED, Account.EXPIRED, Account.LOST}),
     Account.READY: frozenset({Account.ADMITTED, Account.FILTERED, Account.EXPIRED, Account.LOST}),
-    Account.ADMITTED: frozenset({Account.CONSUMED, Account.LOST}),
+    Account.ADMITTED: frozenset({Account.READY, Account.CONSUMED, Account.LOST}),
     Account.CONSUMED: frozenset({Account.LOST}),
     Account.FILTERED: frozenset(),
     Account.EXPIRED: frozenset(),
@@ -43,11 +45,11 @@ LEGAL: dict[Account, frozenset[Account]] = {
 }
 
 
-_EFFECTS: dict[Account, dict[Account, tuple[bool, bool]]] = {
-    source: {target: (source in POOL and target not in POOL, target not in LIVE) for target in targets}
+_EFFECTS: dict[Account, dict[Account, tuple[int, bool]]] = {
+    source: {target: ((target in POOL) - (source in POOL), target not in LIVE) for target in targets}
     for source, targets in LEGAL.items()
 }
-"""By source and target: whether the group leaves the pool, and whether it stops being live."""
+"""By source and target: how the pool changes (a withdrawn group comes back to it), and whether the group stops being live."""
 _LEASED, _RUNNING, _READY = Account.LEASED, Account.RUNNING, Account.READY
 
 
@@ -135,9 +137,9 @@ class Accounts:
             self.ready_by_kind[final or kind] -= count
         elif target is _READY:
             self.ready_by_kind[final or kind] += count
-        leaves_pool, dies = effect
-        if leaves_pool:
-            self.pool_by_kind[kind] -= count
+        pool, dies = effect
+        if pool:
+            self.pool_by_kind[kind] += pool * count
         if dies:
             self.live -= count
             self.live_by_kind[kind] -= count

@@ -16,7 +16,7 @@ from knittrans_jax.admission.prompts import PromptOrder
 from knittrans_jax.admission.state import AdmissionState, Group
 from knittrans_jax.trajectory import GroupMeta
 
-_GIVING_BACK = (ev.Expired, ev.Lost, ev.Resumed, ev.TrainGroupFormed)
+_GIVING_BACK = (ev.Expired, ev.Lost, ev.Withdrawn, ev.Resumed, ev.TrainGroupFormed)
 
 
 class Controller:

@@ -7,19 +7,21 @@ What it guarantees:
 * a finished group is taken once, from the host that has it; what cannot be trained on fails with a stated reason; duplicate,
   late and foreign reports change nothing, are counted, and their payload is released where nobody needs it;
 * every lease has a deadline, counted anew when the group starts; after it the group is `expired` (`lost`, if the host itself
-  has gone silent) and its prompt is leased again.
+  has gone silent) and its prompt is leased again;
+* what an engine had in flight is lost, and leased again, as soon as the host speaks through another process or has left; what a
+  unit does not hold any more is lost as soon as it says so.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
 from knittrans_jax.admission import events as ev
-from knittrans_jax.admission.accounts import Account
+from knittrans_jax.admission.accounts import IN_FLIGHT, Account
 from knittrans_jax.admission.controller import Controller
 from knittrans_jax.admission.evaluation import MAX_ATTEMPTS, EvalLeaseRecord, Evaluations
 from knittrans_jax.admission.storage_room import StorageRoom
@@ -34,9 +36,13 @@ COUNTERS = (
     "malformed_groups",
     "late_evals",
     "recovered_groups",
+    "engines_anew",
+    "engines_left",
+    "units_anew",
+    "payloads_gone",
 )
-"""What hosts reported and what changed nothing, by reason (malformed: failed; recovered: held by a unit at its start)."""
-IN_FLIGHT = (Account.LEASED, Account.RUNNING)
+"""What hosts reported and what changed nothing, by reason (malformed: failed; recovered: held by a unit when it was asked), and
+what began anew or left."""
 
 
 class RolloutDesk:
@@ -56,11 +62,16 @@ class RolloutDesk:
         self.room = StorageRoom(config.rollout.storage_bytes // group_bytes)
         self.units: dict[str, str] = {}
         """Address by storage unit."""
+        self.inventoried: set[str] = set()
+        """Units that have said what they hold."""
         self.seen_s: dict[str, float] = {}
         """When each host's engine spoke last."""
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self.engine_counters: dict[str, dict[str, float]] = {}
         """What each host's engine counted last."""
+        self._sessions: dict[str, int] = {}
+        """The engine's process, by host."""
+        self._left: set[str] = set()
         self._stuck: str | None = None
         self._emit = emit
         self._deadlines: list[tuple[float, int]] = []
@@ -68,7 +79,12 @@ class RolloutDesk:
     # --- reports -------------------------------------------------------------------------------------------------------
 
     def join(self, sync: msg.EngineSync, now_s: float) -> None:
-        """Notes the host."""
+        """Notes the host. An engine that was started anew knows nothing of what it had in flight."""
+        if self._sessions.setdefault(sync.host, sync.session) != sync.session:
+            self._sessions[sync.host] = sync.session
+            self.counters["engines_anew"] += sync.host not in self._left
+            self._left.discard(sync.host)
+            self._lose_in_flight(sync.host, IN_FLIGHT, f"the engine of host {sync.host} was started anew", now_s)
         if self.state.hosts.get(sync.host) != sync.unit:
             self._emit(ev.HostJoined(time_s=now_s, host=sync.host, unit=sync.unit))
         self.seen_s[sync.host] = now_s
@@ -101,12 +117,55 @@ class RolloutDesk:
                 self.counters["late_evals"] += 1
             else:
                 self._end_evaluation(lease, f"version {lease.version} is not to be had on host {lease.host}", now_s)
+        if sync.leaving and sync.host not in self._left:
+            self._left.add(sync.host)
+            self.counters["engines_left"] += 1
+            self._lose_in_flight(sync.host, {Account.LEASED}, f"host {sync.host} takes no more work", now_s)
+        if sync.left:
+            self._lose_in_flight(sync.host, IN_FLIGHT, f"host {sync.host} has left", now_s)
+            del self.seen_s[sync.host]
 
-    def recovered(self, unit: str, group_id: int) -> None:
-        """A unit that was started anew still holds a group: it may go, unless the group is open or retained."""
-        self.counters["recovered_groups"] += 1
-        if group_id not in self.state.groups and not self.room.retains(unit, group_id):
-            self.room.release(unit, group_id)
+    def _lose_in_flight(self, host: str, accounts: Collection[Account], reason: str, now_s: float) -> None:
+        """What a host has of these accounts is leased again elsewhere; so are its evaluations, unless it goes on with them."""
+        for group in [g for g in self.state.groups.values() if g.host == host and g.account in accounts]:
+            self._emit(ev.Lost(time_s=now_s, group_id=group.group_id, reason=reason))
+            self.room.release(self.state.hosts.get(host, host), group.group_id)  # it may have been stored already
+        if Account.RUNNING in accounts:
+            for eval_id in [one.eval_id for one in self.evaluations.leases.values() if one.host == host]:
+                lease = self.evaluations.failed(eval_id)
+                assert lease is not None
+                self._end_evaluation(lease, reason, now_s)
+
+    def unit_holds(self, unit: str, held: Collection[int], now_s: float) -> None:
+        """A unit says what it holds: at its start, or because this scheduler does not know.
+
+        What nobody needs may go. What is ready and not held is lost; what is admitted or retained and not held is `gone`.
+        """
+        self.counters["units_anew"] += unit in self.inventoried
+        self.inventoried.add(unit)
+        self.counters["recovered_groups"] += len(held)
+        retained = self.room.retained(unit)
+        for group_id in held:
+            if group_id not in self.state.groups and group_id not in retained:
+                self.room.release(unit, group_id)
+        missing = [
+            group
+            for group in self.state.groups.values()
+            if group.meta is not None and group.meta.unit == unit and group.group_id not in held
+        ]
+        for group in missing:
+            if group.account is Account.READY:
+                reason = f"storage unit {unit} was started anew without it"
+                self._emit(ev.Lost(time_s=now_s, group_id=group.group_id, reason=reason))
+        gone = {group.group_id for group in missing if group.account is Account.ADMITTED}
+        gone |= retained.difference(held)
+        self.room.gone |= gone
+        self.counters["payloads_gone"] += len(missing) + len(gone & retained)
+
+    def units_to_ask(self) -> list[str]:
+        """Units whose groups are kept and that have not said what they hold: after the scheduler was started anew."""
+        kept = {group.meta.unit for group in self.state.groups.values() if group.meta is not None}
+        return sorted((kept | self.room.retaining()) - self.inventoried)
 
     def _start(self, group_id: int, now_s: float) -> None:
         self._emit(ev.Started(time_s=now_s, group_id=group_id))
@@ -184,6 +243,8 @@ class RolloutDesk:
         """Up to `free_groups` leases for a host."""
         leases: list[msg.Lease] = []
         state = self.state
+        if host in self._left:
+            return ()
         while len(leases) < free_groups and self.room.fits(host, state):
             leased = self.controller.next_launch(host, now_s)
             if leased is None:
@@ -202,7 +263,8 @@ class RolloutDesk:
 
     def lease_evaluation(self, host: str, now_s: float) -> tuple[msg.EvalLease, ...]:
         """A share of the evaluation that is due, at the newest published version."""
-        lease = self.evaluations.lease(host, self.state.published, now_s) if self.state.published >= 0 else None
+        may = self.state.published >= 0 and host not in self._left
+        lease = self.evaluations.lease(host, self.state.published, now_s) if may else None
         if lease is None:
             return ()
         self._emit(

@@ -23,13 +23,17 @@ class RunStarted(Event, frozen=True, kw_only=True):
 
 
 class Resumed(Event, frozen=True, kw_only=True):
-    """The scheduler is back from its log, and everything else has been started anew: payloads and weights are gone.
+    """The scheduler is back from its log: what was leased or running is lost, for nobody knows of it any more.
 
-    Open groups become lost and nothing is published any more. From which version training goes on, the next
-    `TrainGroupFormed` says. `config`: as in `RunStarted`.
+    What was ready, admitted or consumed stays what it was; the storage units' inventories then say what of it is gone, by
+    events of their own. From which version training goes on, the next `TrainGroupFormed` says. `config`: as in `RunStarted`.
     """
 
     config: dict
+    keeps: bool = False
+    """False, in logs of earlier versions: everything open is lost."""
+    published: int = -1
+    """The version whose weights are still to be had."""
 
 
 class HostJoined(Event, frozen=True, kw_only=True):
@@ -148,6 +152,17 @@ class Admitted(Event, frozen=True, kw_only=True):
     plan: MiniBatchPlan
 
 
+class Withdrawn(Event, frozen=True, kw_only=True):
+    """A mini-batch that was admitted cannot be trained on, nor can those after it be as they are: none of them begins.
+
+    Their groups are ready again, save the `lost` ones, whose payload is gone; their places in the train batch are open.
+    """
+
+    plan_id: int
+    lost: tuple[int, ...]
+    reason: str
+
+
 class Consumed(Event, frozen=True, kw_only=True):
     """Every training process applied the update of this plan: version `update` became `update + 1`.
 
@@ -243,6 +258,7 @@ AnyEvent = (
     | Relaxed
     | TrainGroupFormed
     | Admitted
+    | Withdrawn
     | Consumed
     | Checkpointed
     | Published

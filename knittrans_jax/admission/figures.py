@@ -97,6 +97,11 @@ class RunFigures:
                 self._metas.pop(event.group_id, None)
             case ev.Admitted():
                 self._plans[event.plan.plan_id] = event.plan
+            case ev.Withdrawn():
+                for plan_id in [plan_id for plan_id in self._plans if plan_id >= event.plan_id]:
+                    del self._plans[plan_id]
+                for group_id in event.lost:
+                    self._metas.pop(group_id, None)
             case ev.Consumed():
                 self._consumed(event)
             case ev.EvalLeased():

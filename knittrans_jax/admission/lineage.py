@@ -3,6 +3,7 @@
 `final_lineage` turns the events of a log into events as they would stand in the log of a run that was never thrown back:
 
 * updates, evaluations, checkpoints and versions that no present parameter descends from are left out, as are earlier ends;
+* so are mini-batches that were withdrawn before they were trained on;
 * every group that went with them, or with an interruption, is lost by an event of its own;
 * everything else stays, in order, with its times; what was left out is counted.
 
@@ -58,7 +59,8 @@ class _Straightener:
     def __init__(self) -> None:
         self.out: list[ev.AnyEvent | None] = []
         self.resumptions: list[Resumption] = []
-        self._open: dict[int, None] = {}
+        self._open: dict[int, bool] = {}
+        """Whether it is ready or admitted, by group."""
         self._admitted: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._updates: list[_Update] = []
         self._versions: list[tuple[int, int]] = []
@@ -73,11 +75,15 @@ class _Straightener:
         self.out.append(event)
         match event:
             case ev.Leased():
-                self._open[event.group_id] = None
+                self._open[event.group_id] = False
+            case ev.Ready():
+                self._open[event.group.group_id] = True
             case ev.Failed() | ev.Filtered() | ev.Expired() | ev.Lost():
                 self._open.pop(event.group_id, None)
             case ev.Admitted():
                 self._admitted[event.plan.plan_id] = at, tuple(group.group_id for group in event.plan.groups)
+            case ev.Withdrawn():
+                self._withdrawn(event)
             case ev.Consumed():
                 admitted, groups = self._admitted.pop(event.plan_id)
                 for group_id in groups:
@@ -98,13 +104,23 @@ class _Straightener:
                 pass
         self._last_s = event.time_s
 
+    def _withdrawn(self, event: ev.Withdrawn) -> None:
+        self.out[-1] = None
+        for plan_id in [plan_id for plan_id in self._admitted if plan_id >= event.plan_id]:
+            self.out[self._admitted.pop(plan_id)[0]] = None
+        for group_id in event.lost:
+            del self._open[group_id]
+        self._lose(event.lost, event.time_s, event.reason)
+
     def _resumed(self, event: ev.Resumed) -> None:
         for index in range(len(self.out) - 1):
             if isinstance(self.out[index], ev.RunEnded):
                 self.out[index] = None
-        for at, _ in self._admitted.values():
-            self.out[at] = None
-        self._admitted.clear()
+        if not event.keeps:
+            for at, _ in self._admitted.values():
+                self.out[at] = None
+            self._admitted.clear()
+        gone = [group_id for group_id, done in self._open.items() if not (event.keeps and done)]
         self.resumptions.append(
             Resumption(
                 time_s=event.time_s,
@@ -112,11 +128,12 @@ class _Straightener:
                 version=-1,
                 updates_discarded=0,
                 groups_discarded=0,
-                groups_lost=len(self._open),
+                groups_lost=len(gone),
             )
         )
-        self._lose(self._open, event.time_s, "the run was interrupted")
-        self._open = {}
+        self._lose(gone, event.time_s, "the run was interrupted")
+        for group_id in gone:
+            del self._open[group_id]
 
     def _formed(self, event: ev.TrainGroupFormed) -> None:
         undone = [update for update in self._updates if update.version > event.lineage]

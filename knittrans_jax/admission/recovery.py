@@ -3,8 +3,8 @@
 What it guarantees:
 
 * a consumed mini-batch is kept, plan and payload, until a checkpoint covers it;
-* a group that begins at a checkpoint repeats the mini-batches after it, the same ones in the same order, or none of them:
-  where one is gone, the lineage ends at the checkpoint;
+* a group that begins at a checkpoint repeats the mini-batches after it, the same ones in the same order, up to the first that
+  misses a payload: there the lineage ends;
 * a repeated update is no new one: its report is counted here and leaves no event, so every gradient is in the log once.
 """
 
@@ -24,7 +24,7 @@ class Retention:
 
     def __init__(self, room: StorageRoom, keeps: bool) -> None:
         """`keeps`: False lets the payloads of a mini-batch go when it is consumed."""
-        self._room, self._keeps = room, keeps
+        self._room, self.keeps = room, keeps
         self._plans: dict[int, MiniBatchPlan] = {}
         """Oldest first."""
         self._metrics: dict[int, Mapping[str, float]] = {}
@@ -42,7 +42,7 @@ class Retention:
 
     def consumed(self, plan: MiniBatchPlan, metrics: Mapping[str, float]) -> None:
         """A mini-batch was consumed."""
-        if self._keeps:
+        if self.keeps:
             self._plans[plan.plan_id], self._metrics[plan.plan_id] = plan, metrics
             for group in plan.groups:
                 self._room.retain(group.unit, group.group_id)
@@ -57,17 +57,20 @@ class Retention:
     def begin(self, version: int, newest: int) -> int:
         """A training group begins at `version`, the log is at `newest` -> how many updates it repeats.
 
-        All that follow, or none: then what is kept is let go, for it is not part of the lineage any more.
+        All that follow, up to the first whose payloads are not all there: it and those after it are let go, for they are not
+        part of the lineage any more.
         """
-        kept = {plan.update: plan.plan_id for plan in self._plans.values()}
-        if all(update in kept for update in range(version, newest)):
-            self._to_repeat = {kept[update] for update in range(version, newest)}
-            return newest - version
-        self._to_repeat = set()
-        for plan in self._plans.values():
-            self._release(plan)
-        self._plans.clear()
-        return 0
+        gone = self._room.gone
+        kept = {
+            plan.update: plan
+            for plan in self._plans.values()
+            if not any(group.group_id in gone for group in plan.groups)
+        }
+        repeats = next((update for update in range(version, newest) if update not in kept), newest) - version
+        self._to_repeat = {kept[update].plan_id for update in range(version, version + repeats)}
+        for plan in [plan for plan in self._plans.values() if plan.update >= version + repeats]:
+            self._release(self._plans.pop(plan.plan_id))
+        return repeats
 
     def is_repeated(self, plan_id: int) -> bool:
         """Whether the present training group has yet to repeat this plan."""

@@ -8,20 +8,21 @@ What it guarantees:
 * no mini-batch is taken in that breaks a rule: quotas, no prompt twice, the staleness bound;
 * filtered, expired, lost and failed groups are kept as counts only, consumed ones by id and prompt until no checkpoint that is
   kept could make them unconsumed again; so memory follows what is open;
-* what was consumed after the version from which a run is resumed becomes lost, as does everything that was open; a training
-  group that alone begins anew, and repeats what followed, changes nothing.
+* a mini-batch that is withdrawn leaves no trace: its groups stand in the queues where they stood, its places are open again;
+* what was consumed after the version from which training goes on becomes lost; a training group that begins anew, and repeats
+  what followed, changes nothing.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from knittrans_jax.admission import events as ev
-from knittrans_jax.admission.accounts import OPEN, POOL, Account, Accounts, IllegalTransition
+from knittrans_jax.admission.accounts import IN_FLIGHT, OPEN, POOL, Account, Accounts, IllegalTransition
 from knittrans_jax.admission.completion import Completion, Kind
 from knittrans_jax.admission.rules import Rules
 from knittrans_jax.trajectory import GroupMeta, MiniBatchPlan, PlannedGroup
@@ -58,12 +59,13 @@ class Group(msgspec.Struct, gc=False):
 
 
 class ConsumedGroup(msgspec.Struct, frozen=True, gc=False):
-    """What must be known of a consumed group to launch its prompt again."""
+    """What must be known of a consumed group to launch its prompt again, and to open its train batch again."""
 
     group_id: int
     kind: Kind
     prompt_id: str
     epoch: int
+    final: Kind
 
 
 class ConsumedPlan(msgspec.Struct, frozen=True):
@@ -88,6 +90,16 @@ class Batch:
     given_up: set[Kind] = dataclasses.field(default_factory=set)
     """Launched kinds that a relaxed rule waited for: they are not counted on any more."""
 
+    def take(self, counts: Mapping[Kind, int], prompts: Iterable[str]) -> None:
+        """Takes a mini-batch in, by final kinds and prompts. Raises `ValueError` when that breaks a rule."""
+        completion = self.completion.copy()
+        completion.take_all(counts)
+        self.completion = completion
+        self.prompts.update(prompts)
+        for final, count in counts.items():
+            self.admitted[final] = self.admitted.get(final, 0) + count
+        self.mini_batches += 1
+
 
 class AdmissionState:
     """See the module's opening. Only `apply` changes it."""
@@ -107,6 +119,8 @@ class AdmissionState:
         """Groups that take longer are slow (an estimate, folded from all so far)."""
         self.relaxed: dict[str, int] = {}
         """How often each rule was dropped for a train batch."""
+        self.relaxed_in: dict[int, list[tuple[str, str]]] = {}
+        """Rules and values that were dropped, by train batch, as far back as one may be opened again."""
         self.pool_prompts: dict[str, int] = {}
         """Prompts of leased, running and ready groups, with how many groups each has."""
         self.open_by_host: dict[str, int] = {}
@@ -203,7 +217,8 @@ class AdmissionState:
                 group = self.groups.get(event.group_id)
                 groups = [] if group is None or not ev.gives_back(event) else [group]
             case ev.Resumed():
-                groups = sorted(self.groups.values(), key=lambda group: group.group_id)
+                gone = [group for group in self.groups.values() if not event.keeps or group.account in IN_FLIGHT]
+                groups = sorted(gone, key=lambda group: group.group_id)
             case ev.TrainGroupFormed():
                 undone: list[ConsumedGroup | Group] = [
                     group for plan in self.consumed.values() if plan.update >= event.lineage for group in plan.groups
@@ -211,6 +226,8 @@ class AdmissionState:
                 if event.lineage < self.version:
                     undone += [self.groups[one.group_id] for plan in self.plans.values() for one in plan.groups]
                 groups = sorted(undone, key=lambda group: group.group_id)
+            case ev.Withdrawn():
+                groups = [self.groups[group_id] for group_id in sorted(event.lost)]
             case _:
                 groups = []
         return [(group.prompt_id, group.epoch) for group in groups]
@@ -242,16 +259,18 @@ class AdmissionState:
         for plan_id in [plan_id for plan_id, plan in self.consumed.items() if plan.update >= event.lineage]:
             for group in self.consumed.pop(plan_id).groups:
                 self.accounts.move(group.group_id, group.kind, Account.CONSUMED, Account.LOST)
-        self.version = self.admitted_updates = event.lineage
-        self.batch = Batch(event.lineage // self.rules.mini_batches, self.rules.open_batch())
+        self.version = event.lineage
+        self._reopen(event.lineage)
 
     def _resumed(self, event: ev.Resumed) -> None:
-        self.plans.clear()
-        for group_id in list(self.groups):
-            self._move(group_id, Account.LOST, event.time_s)
-        self.published = -1
+        if not event.keeps:
+            self.plans.clear()
+        for group in list(self.groups.values()):
+            if not event.keeps or group.account in IN_FLIGHT:
+                self._move(group.group_id, Account.LOST, event.time_s)
+        self.published = event.published
         self.ended = None
-        self._interrupted = True
+        self._interrupted = not event.keeps
 
     def _checkpointed(self, event: ev.Checkpointed) -> None:
         if not self.oldest_checkpoint <= event.oldest <= event.version <= self.version:
@@ -262,6 +281,8 @@ class AdmissionState:
         self.oldest_checkpoint = event.oldest
         for plan_id in [plan_id for plan_id, plan in self.consumed.items() if plan.update < event.oldest - 1]:
             del self.consumed[plan_id]
+        for step in [step for step in self.relaxed_in if (step + 1) * self.rules.mini_batches <= event.oldest]:
+            del self.relaxed_in[step]
 
     def _leased(self, event: ev.Leased) -> None:
         group_id, prompt_id, host = event.group_id, event.prompt_id, event.host
@@ -288,10 +309,9 @@ class AdmissionState:
         group = self.groups.get(group_id) or self._open(group_id)
         kind = group.kind
         final = self.rules.final_kind(kind, meta) if self._has_final else kind
-        if group.account is _RUNNING:
-            self.accounts.become_ready(final)
-        else:
-            self.accounts.move(group_id, kind, group.account, _READY, final)
+        if group.account is not _RUNNING:
+            self._open(group_id, _RUNNING)  # raises
+        self.accounts.become_ready(final)
         took_s = now_s - group.since_s
         self._ready_order = group.order = self._ready_order + 1
         group.account, group.since_s, group.final, group.meta = _READY, now_s, final, meta
@@ -330,6 +350,7 @@ class AdmissionState:
         if not completion.relax(event.rule, event.value):
             raise IllegalTransition(f"{event.rule} of {event.value} cannot be relaxed")
         self.batch.completion = completion
+        self.relaxed_in.setdefault(self.batch.train_step, []).append((event.rule, event.value))
         self.batch.given_up.update(event.kinds)
         self.relaxed[event.rule] = self.relaxed.get(event.rule, 0) + 1
 
@@ -363,25 +384,70 @@ class AdmissionState:
             raise IllegalTransition(
                 f"plan {plan.plan_id}: groups {stale} are beyond {self.rules.staleness_bound} updates"
             )
-        completion = batch.completion.copy()
         try:
-            completion.take_all(counts)
+            batch.take(counts, prompts)
         except ValueError as error:
             raise IllegalTransition(f"plan {plan.plan_id}: {error}") from error
-        batch.completion = completion
-        batch.prompts |= prompts
         self._move_all(groups, counts, Account.ADMITTED, event.time_s)
-        for final, count in counts.items():
-            batch.admitted[final] = batch.admitted.get(final, 0) + count
         if self.dropped_in_a_row:
             for group in groups:
                 self.dropped_in_a_row.pop(group.kind, None)
-        batch.mini_batches += 1
         self.plans[plan.plan_id] = plan
         self.next_plan_id += 1
         self.admitted_updates += 1
         if batch.mini_batches == self.rules.mini_batches:
             self.batch = Batch(batch.train_step + 1, self.rules.open_batch())
+
+    def _withdrawn(self, event: ev.Withdrawn) -> None:
+        first = self.plans.get(event.plan_id)
+        if first is None:
+            raise IllegalTransition(f"plan {event.plan_id} was withdrawn, and is not under way")
+        withdrawn = [plan for plan in self.plans.values() if plan.plan_id >= event.plan_id]
+        groups = {one.group_id for plan in withdrawn for one in plan.groups}
+        if not groups.issuperset(event.lost):
+            raise IllegalTransition(f"groups {sorted(set(event.lost) - groups)} are lost, but not in what is withdrawn")
+        for plan in withdrawn:
+            del self.plans[plan.plan_id]
+        for group_id in event.lost:
+            self._move(group_id, Account.LOST, event.time_s)
+        self._ready_again([self._open(group_id, Account.ADMITTED) for group_id in sorted(groups - set(event.lost))])
+        self._reopen(first.update)
+
+    def _ready_again(self, groups: Iterable[Group]) -> None:
+        """Admitted groups stand in the queues again where they stood."""
+        kinds = set()
+        for group in groups:
+            assert group.meta is not None
+            self.accounts.move(group.group_id, group.kind, Account.ADMITTED, _READY, group.final)
+            group.account = _READY
+            self.pool_prompts[group.prompt_id] = self.pool_prompts.get(group.prompt_id, 0) + 1
+            self.ready[group.final][group.group_id] = group
+            kinds.add(group.final)
+            if self._bounded:
+                self.ready_by_version.setdefault(oldest_version(group.meta), {})[group.group_id] = group
+        for kind in kinds:
+            queue = sorted(self.ready[kind].items(), key=lambda item: item[1].order)
+            self.ready[kind] = collections.OrderedDict(queue)
+
+    def _reopen(self, update: int) -> None:
+        """The next mini-batch is that of `update`: its train batch is as it was before that one was admitted."""
+        every = self.rules.mini_batches
+        batch = Batch(update // every, self.rules.open_batch())
+        if batch.train_step == self.batch.train_step:
+            batch.failed, batch.given_up = self.batch.failed, self.batch.given_up
+        for rule, value in self.relaxed_in.get(batch.train_step, ()):
+            batch.completion.relax(rule, value)
+        taken: list[Sequence[ConsumedGroup | Group]] = [
+            plan.groups for plan in self.consumed.values() if every * batch.train_step <= plan.update < update
+        ]
+        taken += [
+            [self.groups[one.group_id] for one in plan.groups]
+            for plan in self.plans.values()
+            if plan.train_step == batch.train_step
+        ]
+        for groups in taken:
+            batch.take(collections.Counter(group.final for group in groups), [group.prompt_id for group in groups])
+        self.batch, self.admitted_updates = batch, update
 
     def _consumed(self, event: ev.Consumed) -> None:
         plan = next(iter(self.plans.values()), None)
@@ -395,7 +461,7 @@ class AdmissionState:
         counts = collections.Counter([group.final for group in groups])
         self._move_all(groups, counts, Account.CONSUMED, event.time_s)
         self.consumed[event.plan_id] = ConsumedPlan(
-            event.update, tuple([ConsumedGroup(g.group_id, g.kind, g.prompt_id, g.epoch) for g in groups])
+            event.update, tuple([ConsumedGroup(g.group_id, g.kind, g.prompt_id, g.epoch, g.final) for g in groups])
         )
         self.version += 1
 
@@ -489,6 +555,7 @@ _HANDLERS: dict[type, Callable[[AdmissionState, ev.AnyEvent], None]] = {
     ev.Starved: AdmissionState._nothing,
     ev.Relaxed: AdmissionState._relaxed,
     ev.Admitted: AdmissionState._admitted,
+    ev.Withdrawn: AdmissionState._withdrawn,
     ev.Consumed: AdmissionState._consumed,
     ev.Checkpointed: AdmissionState._checkpointed,
     ev.Published: AdmissionState._published,

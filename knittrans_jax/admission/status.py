@@ -20,6 +20,7 @@ def live_status(
     waiting: Waiting | None,
     ending: str | None,
     counters: Mapping[str, float],
+    silent_s: Mapping[str, float],
 ) -> Status:
     """The status; staleness is the mean over all trajectories consumed so far, in updates; waits are sums in seconds."""
     staleness = figures.staleness_means()
@@ -49,6 +50,7 @@ def live_status(
         accounts=state.accounts.as_dict(),
         waiting_for=_waits_for(config, state, training, waiting, ending),
         ended=ending,
+        silent_s=dict(silent_s),
     )
 
 
@@ -58,7 +60,7 @@ def _waits_for(
     if ending is not None:
         return "the end"
     if training.incarnation < 0:
-        return f"training processes ({len(training.pids)} of {training.processes} are there)"
+        return f"training processes ({len(training.sessions)} of {training.processes} are there)"
     if state.published < 0:
         return "the initial weights"
     if waiting is not None and not state.plans:

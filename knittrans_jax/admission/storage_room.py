@@ -67,6 +67,8 @@ class StorageRoom:
         self._releasing: dict[str, dict[int, bool]] = {}  # unit -> group -> told
         self._retained: dict[str, set[int]] = {}  # unit -> groups
         self._orphans: dict[str, dict[int, float]] = {}  # host -> group -> until when it is waited for
+        self.gone: set[int] = set()
+        """Groups that are admitted or retained, though their unit does not hold them any more."""
 
     def fits(self, host: str, state: AdmissionState) -> bool:
         """Whether the host's unit has room for one more group."""
@@ -78,12 +80,21 @@ class StorageRoom:
         """The unit keeps a consumed group until it is told to release it."""
         self._retained.setdefault(unit, set()).add(group_id)
 
-    def retains(self, unit: str, group_id: int) -> bool:
-        """Whether the unit keeps this consumed group."""
-        return group_id in self._retained.get(unit, ())
+    def retained(self, unit: str) -> frozenset[int]:
+        """The consumed groups that the unit keeps."""
+        return frozenset(self._retained.get(unit, ()))
+
+    def retaining(self) -> set[str]:
+        """Units that keep consumed groups."""
+        return {unit for unit, groups in self._retained.items() if groups}
+
+    def forget_releases(self) -> None:
+        """What units were to let go: they are asked what they hold, and told anew."""
+        self._releasing.clear()
 
     def release(self, unit: str, group_id: int) -> None:
         """The unit may let a group go."""
+        self.gone.discard(group_id)
         self._retained.get(unit, set()).discard(group_id)
         self._releasing.setdefault(unit, {})[group_id] = False
 

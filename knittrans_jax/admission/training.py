@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from knittrans_jax.launch.messages import CheckpointDone, TrainHello, UpdateDone
+from knittrans_jax.trajectory import MiniBatchPlan
 
 
 @dataclasses.dataclass
@@ -28,7 +29,7 @@ class TrainGroup:
         self.incarnation = -1
         self.version, self.after_plan = 0, -1
         """Where it begins: what its processes brought from a checkpoint."""
-        self.pids: dict[int, int] = {}
+        self.sessions: dict[int, int] = {}
         self.relays: dict[str, str] = {}
         """Addresses of processes that hand payloads on, by the name of their unit."""
         self.weights: dict[int, str] = {}
@@ -48,18 +49,18 @@ class TrainGroup:
                 f"process {request.process} of {request.processes}: this run has train.processes = {self.processes}; "
                 f"start every role with the same configuration"
             )
-        if self.incarnation >= 0 and self.pids[request.process] != request.pid:
+        if self.incarnation >= 0 and self.sessions[request.process] != request.session:
             return (
-                f"train process {request.process} (pid {request.pid}): incarnation {self.incarnation} is under way with pid "
-                f"{self.pids[request.process]}; a training group does not rejoin, start the run again"
+                f"train process {request.process}: incarnation {self.incarnation} is under way with another process of this "
+                "number; a training group does not rejoin (launch.on_child_death: recover), start the run again"
             )
-        if self.pids and (request.version, request.after_plan) != (self.version, self.after_plan):
+        if self.sessions and (request.version, request.after_plan) != (self.version, self.after_plan):
             return (
                 f"train process {request.process} begins at version {request.version} after plan {request.after_plan}, others "
                 f"at version {self.version} after plan {self.after_plan}: all must restore the same checkpoint"
             )
         self.version, self.after_plan = request.version, request.after_plan
-        self.pids[request.process] = request.pid
+        self.sessions[request.process] = request.session
         if request.relay is not None:
             self.relays[f"train{request.process}"] = request.relay
         if request.weights is not None:
@@ -68,12 +69,12 @@ class TrainGroup:
 
     def is_another(self, request: TrainHello) -> bool:
         """Whether the process that registers is not the one that did before: its group has died."""
-        return self.pids.get(request.process, request.pid) != request.pid
+        return self.sessions.get(request.process, request.session) != request.session
 
     @property
     def complete(self) -> bool:
         """All processes have registered."""
-        return len(self.pids) == self.processes
+        return len(self.sessions) == self.processes
 
     # --- chunks -----------------------------------------------------------------------------------------------------------
 
@@ -88,6 +89,18 @@ class TrainGroup:
         """Every process holds the chunk."""
         state = self.chunks.get((plan_id, chunk))
         return state is not None and len(state.holders) == self.processes
+
+    def all_held(self, plan: MiniBatchPlan) -> bool:
+        """Every process holds, and hence every process will launch, all chunks of a plan."""
+        return all(self.may_go(plan.plan_id, chunk) for chunk in range(plan.chunks))
+
+    def forget(self, plan_id: int) -> None:
+        """A plan was withdrawn: chunks that have their go keep it, nobody waits for the others."""
+        self.chunks = {
+            key: state
+            for key, state in self.chunks.items()
+            if key[0] != plan_id or len(state.holders) == self.processes
+        }
 
     def overdue(self, now_s: float, timeout_s: float) -> str | None:
         """The first chunk whose go is awaited for `timeout_s`, and who is missing; None: none."""

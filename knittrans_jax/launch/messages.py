@@ -1,8 +1,8 @@
 """The control channel's records: what roles ask the scheduler, and what it answers. No payload is ever among them.
 
 Every exchange is a request by a role and one reply by the scheduler; the scheduler never speaks first. Requests that wait
-(`NextPlan`, `ChunkHeld`, `TrainHello`) are parked by the scheduler and answered when the answer is known, or with a `Wait`
-after `control.rpc_timeout_s / 2`, upon which the caller asks again: so every wait has a deadline and a dead peer is noticed.
+(`NextPlan`, `ChunkHeld`, `ChunkMissing`, `TrainHello`) are parked and answered when the answer is known, or with a `Wait` after
+`control.rpc_timeout_s / 2`, upon which the caller asks again: so every wait has a deadline and a dead peer is noticed.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
 class EngineSync(Message, frozen=True, kw_only=True):
     """An engine's regular report (at least every second). `free_groups`: how many more groups it could start at once.
 
+    `session`: drawn by the engine's process at its start; with another one, what the host had in flight is gone. `leaving`: it
+    takes no more work, and what it has not started goes elsewhere. `left`: this is its last word; what it has not reported done
+    is gone.
+
     `ticket_wanted`: it needs a new ticket for its storage unit (see `knittrans_jax.transfer.tickets`).
     """
 
@@ -79,6 +83,9 @@ class EngineSync(Message, frozen=True, kw_only=True):
     """Evaluation leases that this host cannot run: their version is not to be had any more."""
     counters: dict[str, float] = {}
     ticket_wanted: bool = False
+    session: int = 0
+    leaving: bool = False
+    left: bool = False
 
 
 class EngineOrders(Message, frozen=True, kw_only=True):
@@ -101,15 +108,19 @@ class StorageSync(Message, frozen=True, kw_only=True):
     held_groups: int
     counters: dict[str, float] = {}
     recovered: tuple[int, ...] | None = None
-    """In the first report of a unit's process: the groups that it holds from before."""
+    """The groups that it holds: in the first report of its process, and when the scheduler asks."""
 
 
 class StorageOrders(Message, frozen=True, kw_only=True):
-    """The reply: the key with which tickets for this unit are checked, groups to release, and whether to end."""
+    """The reply: the key with which tickets for this unit are checked, groups to release, and whether to end.
+
+    `inventory`: the scheduler does not know what the unit holds; say so in the next report.
+    """
 
     ticket_key: bytes
     release: tuple[int, ...] = ()
     stop: bool = False
+    inventory: bool = False
 
 
 # --- training processes ----------------------------------------------------------------------------------------------
@@ -119,11 +130,12 @@ class TrainHello(Message, frozen=True, kw_only=True):
     """A training process registers. Answered with `TrainWelcome` when all `processes` have.
 
     Its parameters are at `version`, after the update of plan `after_plan`, from a checkpoint (0 and -1: the initial ones).
+    `session`: drawn by the process at its start; another one is another process.
     """
 
     process: int
     processes: int
-    pid: int
+    session: int
     relay: str | None = None
     """`host:port` from which the other processes get their payloads (`train.transfer: gather`), as unit `train<process>`."""
     version: int = 0
@@ -165,13 +177,36 @@ class PlanReply(Message, frozen=True, kw_only=True):
 class ChunkHeld(Message, frozen=True, kw_only=True):
     """This process holds its rows of a chunk (chunk 0: and its images). Answered with `Go` when all processes do.
 
-    When the run ends before that, the answer is `PlanReply(plan=None)`, to all of them.
+    When the run ends before that, the answer is `PlanReply(plan=None)`, to all of them; when the plan is withdrawn, `Dropped`.
     """
 
     process: int
     incarnation: int
     plan_id: int
     chunk: int
+
+
+class ChunkMissing(Message, frozen=True, kw_only=True):
+    """This process cannot bring its rows of a chunk from `unit` at `address`: `reason` says why.
+
+    Answered with a `PlanReply` of the plan when the unit is to be had elsewhere, or with `Dropped`. `gone`: the unit answers,
+    and does not hold them.
+    """
+
+    process: int
+    incarnation: int
+    plan_id: int
+    chunk: int
+    unit: str
+    address: str
+    reason: str
+    gone: bool = False
+
+
+class Dropped(Message, frozen=True, kw_only=True):
+    """The plan was withdrawn: no process launches this chunk or a later one; go on with the next plan."""
+
+    plan_id: int
 
 
 class Go(Message, frozen=True, kw_only=True):
@@ -260,6 +295,12 @@ class Report(Message, frozen=True, kw_only=True):
     """What was compiled since the last report, in words."""
 
 
+class Beat(Message, frozen=True, kw_only=True):
+    """This training process is alive, whatever its main thread does."""
+
+    process: int
+
+
 class StatusRequest(Message, frozen=True, kw_only=True):
     """Asks for the live status (the launcher's table)."""
 
@@ -272,6 +313,8 @@ class Status(Message, frozen=True, kw_only=True):
     waiting_for: str
     ended: str | None = None
     """Why the run ended, once every role may go."""
+    silent_s: dict[str, float] = {}
+    """For how long nothing was heard of each role (its process's name), those that have been told to end left out."""
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
@@ -300,13 +343,17 @@ Request = (
     | TrainHello
     | NextPlan
     | ChunkHeld
+    | ChunkMissing
     | UpdateDone
     | CheckpointDone
     | WeightsWritten
     | ServeWeights
     | WeightsWanted
     | Report
+    | Beat
     | StatusRequest
     | Shutdown
 )
-Reply = EngineOrders | StorageOrders | TrainWelcome | PlanReply | Go | WeightsFrom | Status | Ack | Wait | Refused
+Reply = (
+    EngineOrders | StorageOrders | TrainWelcome | PlanReply | Go | Dropped | WeightsFrom | Status | Ack | Wait | Refused
+)

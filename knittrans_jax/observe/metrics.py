@@ -12,7 +12,7 @@ from types import TracebackType
 
 import msgspec
 
-from knittrans_jax.admission.events import Resumed, TrainGroupFormed
+from knittrans_jax.admission.events import AnyEvent, Resumed, TrainGroupFormed, Withdrawn
 from knittrans_jax.admission.log import read_log
 from knittrans_jax.config import Config
 from knittrans_jax.observe.history import RunHistory, history_of
@@ -56,8 +56,8 @@ class RunObserver:
     def poll(self) -> list[UpdateRecord]:
         """Folds in what is new; returns the updates among it. A log that is not there yet has nothing new.
 
-        Where a run is resumed, or a training group begins anew, the lines of `metrics.jsonl` are those of the final
-        lineage: they are written anew.
+        Where a run is resumed, a training group begins anew or a mini-batch is withdrawn, the lines of `metrics.jsonl` are
+        those of the final lineage: they are written anew.
         """
         path = self.directory / EVENTS
         try:
@@ -66,7 +66,7 @@ class RunObserver:
         except FileNotFoundError:
             return []
         log = read_log(path, self._offset_bytes)
-        if any(isinstance(e, Resumed) or (isinstance(e, TrainGroupFormed) and e.incarnation > 0) for e in log.events):
+        if any(map(_takes_back, log.events)):
             log = read_log(path)  # what was folded in so far may not belong to the final lineage
             self.history = history_of(self.record.config, log.events)
             self._metrics.seek(0)
@@ -103,6 +103,11 @@ class RunObserver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _takes_back(event: AnyEvent) -> bool:
+    """Whether earlier events may not be of the final lineage, once this one has happened."""
+    return isinstance(event, Resumed | Withdrawn) or (isinstance(event, TrainGroupFormed) and event.incarnation > 0)
 
 
 def write_pages(directory: Path, history: RunHistory, summary: Summary) -> None:

@@ -114,6 +114,8 @@ class ModelHost:
     """Version at the start, by group."""
     evals: list[msg.EvalLease] = dataclasses.field(default_factory=list)
     stored: set[int] = dataclasses.field(default_factory=set)
+    inventory: bool = True
+    """Whether the unit's next report says what it holds."""
     stopped: bool = False
     dead: bool = False
     most_stored: int = 0
@@ -236,20 +238,27 @@ class Model:
         """The storage unit reports and releases."""
         orders = self.ask(
             msg.StorageSync(
-                unit=host.name, address=f"127.0.0.1:{host.name}", held_bytes=0, held_groups=len(host.stored)
+                unit=host.name,
+                address=f"127.0.0.1:{host.name}",
+                held_bytes=0,
+                held_groups=len(host.stored),
+                recovered=tuple(host.stored) if host.inventory else None,
             )
         )
         assert isinstance(orders, msg.StorageOrders)
+        host.inventory = orders.inventory
         host.stored -= set(orders.release)
 
     # --- trainer ---------------------------------------------------------------------------------------------------------
 
-    def hello(self, version: int = 0, after_plan: int = -1, pid: int = 100) -> None:
-        """The training processes register, with what they restored; `pid`: of the first."""
+    def hello(self, version: int = 0, after_plan: int = -1, session: int = 100) -> None:
+        """The training processes register, with what they restored; `session`: of the first."""
         self.version, self.after_plan = version, after_plan
         tokens = [
             self.send(
-                msg.TrainHello(process=p, processes=self.processes, pid=pid + p, version=version, after_plan=after_plan)
+                msg.TrainHello(
+                    process=p, processes=self.processes, session=session + p, version=version, after_plan=after_plan
+                )
             )
             for p in range(self.processes)
         ]

@@ -57,7 +57,7 @@ def test_answers_name_every_training_process_or_one_host() -> None:
     training = TrainGroup(2)
     desk = WeightsDesk(FanOut(1), b"key", lambda unit, peer: f"{unit} for {peer}".encode())
     for process in range(2):
-        training.hello(TrainHello(process=process, processes=2, pid=process, weights=f"train:{process}"))
+        training.hello(TrainHello(process=process, processes=2, session=process, weights=f"train:{process}"))
     training.incarnation = 4
 
     def ask(host: str, version: int, over: bool = False) -> WeightsFrom | str:

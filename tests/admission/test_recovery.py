@@ -52,7 +52,7 @@ def test_a_training_group_that_dies_is_served_the_same_mini_batches_again_and_ev
     for number, rounds in enumerate(deaths):
         model.go_on(rounds)
         if model.core.ending is None:
-            model.hello(*(model.checkpoints[-1] if model.checkpoints else (0, -1)), pid=200 + 10 * number)
+            model.hello(*(model.checkpoints[-1] if model.checkpoints else (0, -1)), session=200 + 10 * number)
     model.go_on(6000)
     assert model.core.finished
     assert model.core.ending == "finished"
@@ -78,10 +78,10 @@ def test_where_a_mini_batch_is_gone_its_groups_become_lost_and_are_leased_again(
         model.go_on(1)
     before = model.version
     version, after_plan = model.checkpoints[0]  # the newest cannot be read, and what led to it was released
-    model.hello(version, after_plan, pid=500)
+    model.hello(version, after_plan, session=500)
     state = model.core.state
     assert state.version == version < before
-    assert not state.plans
+    assert all(plan.plan_id > after_plan + before - version for plan in state.plans.values())  # admitted anew
     assert state.accounts.counts[Account.LOST] >= 2 * (before - version)
     model.checkpoints = model.checkpoints[:1]
     model.go_on(6000)
@@ -98,11 +98,11 @@ def test_a_message_of_the_dead_group_is_refused_and_what_it_waited_for_is_answer
     model = recovering(1)
     model.hello()
     waiting = model.send(msg.NextPlan(process=0, incarnation=0, after_plan=10**6))
-    model.core.handle("new", msg.TrainHello(process=0, processes=2, pid=900), model.now_s)
+    model.core.handle("new", msg.TrainHello(process=0, processes=2, session=900), model.now_s)
     model.tick()
     late = model.ask(msg.NextPlan(process=1, incarnation=0, after_plan=-1))
     assert isinstance(late, msg.Refused)
-    assert model.core.counters["train_groups_died"] == 1
+    assert model.core.training.counters["train_groups_died"] == 1
     assert waiting
 
 

@@ -62,6 +62,8 @@ class Life:
         model = Model(core, seed=seed, after_step=check_every_step)
         kept = self.checkpoints[: len(self.checkpoints) - back] or self.checkpoints[:1]
         model.checkpoints = kept
+        for host in model.hosts:
+            model.store(host)
         model.hello(*(kept[-1] if kept else (0, -1)))
         return model
 
@@ -144,7 +146,7 @@ def test_a_checkpoint_that_the_log_does_not_know_is_refused():
     for wrong in ((version, after_plan + 1), (version + 4, after_plan + 4), (version + 1, after_plan + 1)):
         core = make_core(life.config, life.prompts, history=tuple(life.events))
         core.start(1e6)
-        hello = msg.TrainHello(process=0, processes=2, pid=1, version=wrong[0], after_plan=wrong[1])
+        hello = msg.TrainHello(process=0, processes=2, session=1, version=wrong[0], after_plan=wrong[1])
         (_, reply) = core.handle(0, hello, 1e6).replies[0]
         assert isinstance(reply, msg.Refused), wrong
         assert f"version {wrong[0]}" in reply.reason
@@ -156,8 +158,8 @@ def test_processes_that_restored_different_checkpoints_form_no_group():
     old, new = life.checkpoints
     core = make_core(life.config, life.prompts, history=tuple(life.events))
     core.start(1e6)
-    core.handle(0, msg.TrainHello(process=0, processes=2, pid=1, version=new[0], after_plan=new[1]), 1e6)
-    hello = msg.TrainHello(process=1, processes=2, pid=2, version=old[0], after_plan=old[1])
+    core.handle(0, msg.TrainHello(process=0, processes=2, session=1, version=new[0], after_plan=new[1]), 1e6)
+    hello = msg.TrainHello(process=1, processes=2, session=2, version=old[0], after_plan=old[1])
     (_, reply) = core.handle(1, hello, 1e6).replies[0]
     assert isinstance(reply, msg.Refused)
     assert "all must restore the same checkpoint" in reply.reason

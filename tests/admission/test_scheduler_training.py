@@ -10,7 +10,7 @@ from .model import COUNTS, Model, begun, lease_all, make_config, make_core, make
 def test_a_version_is_published_when_every_process_has_written_it():
     model = Model(make_core(make_config(), make_prompts(COUNTS)))
     for process in range(2):
-        model.send(msg.TrainHello(process=process, processes=2, pid=process))
+        model.send(msg.TrainHello(process=process, processes=2, session=process))
     model.ask(msg.WeightsWritten(process=0, incarnation=0, version=0))
     assert model.core.state.published == -1
     model.ask(msg.WeightsWritten(process=0, incarnation=0, version=0))
@@ -47,19 +47,19 @@ def test_messages_of_another_incarnation_are_refused():
 def test_a_training_process_of_another_size_or_a_second_group_is_refused():
     model = begun()
     for hello in (
-        msg.TrainHello(process=0, processes=3, pid=100),
-        msg.TrainHello(process=2, processes=2, pid=100),
-        msg.TrainHello(process=0, processes=2, pid=999),
+        msg.TrainHello(process=0, processes=3, session=100),
+        msg.TrainHello(process=2, processes=2, session=100),
+        msg.TrainHello(process=0, processes=2, session=999),
     ):
         assert isinstance(model.ask(hello), msg.Refused)
     welcome = msg.TrainWelcome(incarnation=0, published=model.core.state.published)
-    assert model.ask(msg.TrainHello(process=0, processes=2, pid=100)) == welcome
+    assert model.ask(msg.TrainHello(process=0, processes=2, session=100)) == welcome
 
 
 def test_a_process_that_relays_gets_the_key_and_the_units_and_the_others_get_the_relay():
     model = Model(make_core(make_config(), make_prompts(COUNTS)))
-    model.send(msg.TrainHello(process=1, processes=2, pid=1))
-    welcome = model.ask(msg.TrainHello(process=0, processes=2, pid=0, relay="127.0.0.1:relay"))
+    model.send(msg.TrainHello(process=1, processes=2, session=1))
+    welcome = model.ask(msg.TrainHello(process=0, processes=2, session=0, relay="127.0.0.1:relay"))
     assert welcome == msg.TrainWelcome(incarnation=0, ticket_key=bytes(32))
     for process in range(2):
         model.ask(msg.WeightsWritten(process=process, incarnation=0, version=0))
@@ -116,7 +116,7 @@ def test_an_update_counts_once_when_all_processes_report_it_in_whatever_order():
     assert model.ask(update_done(1, 0, 1)) == msg.Ack()
     assert model.core.state.version == 2
     assert model.ask(update_done(1, 0, 1)) == msg.Ack()
-    assert model.core.counters["duplicate_updates"] == 2
+    assert model.core.training.counters["duplicate_updates"] == 2
     consumed = [e for e in model.events if isinstance(e, ev.Consumed)]
     assert [e.update for e in consumed] == [0, 1]
     assert consumed[0].metrics == {"from": 0.0}

@@ -41,7 +41,7 @@ def client(run_dir: Path, name: str, timeout_s: float = 5.0) -> ControlClient:
 
 def call_train(run_dir: Path, process: int, answers: dict[int, msg.Reply]) -> None:
     with client(run_dir, f"train{process}") as speaker:
-        answers[process] = speaker.call(msg.TrainHello(process=process, processes=2, pid=process))
+        answers[process] = speaker.call(msg.TrainHello(process=process, processes=2, session=process))
         speaker.call(msg.WeightsWritten(process=process, incarnation=0, version=0))
 
 

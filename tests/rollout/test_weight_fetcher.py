@@ -41,7 +41,7 @@ class World:
         ]
         for process, server in enumerate(self.servers):
             server.set_key(KEY)
-            hello = msg.TrainHello(process=process, processes=2, pid=process, weights=server.address)
+            hello = msg.TrainHello(process=process, processes=2, session=process, weights=server.address)
             assert self.training.hello(hello) is None
         self.training.incarnation = 0
         self.desk = WeightsDesk(
