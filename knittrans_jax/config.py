@@ -120,6 +120,8 @@ class RolloutConfig(Section, frozen=True):
     episode_retries: NonNegativeInt = 2
     tool_timeout_s: PositiveFloat = 30.0
     """Deadline of every tool call; after it the attempt of its episode has failed."""
+    drain_s: NonNegativeFloat = 20.0
+    """How long an engine that is told to leave (SIGTERM) still works on what it has begun; it takes no more work."""
     tool_waits: NonNegativeInt = 1024
     """Most episodes of a host that wait for a tool without a slot; further ones keep theirs."""
     storage_bytes: PositiveInt = 256 * 2**20
@@ -200,6 +202,8 @@ class TrainConfig(Section, frozen=True):
     """Longest that a training process waits for another to compile the program that both run next."""
     go_timeout_s: PositiveFloat = 60.0
     """Deadline of the scheduler's go for a chunk, from the first process that holds its rows."""
+    step_timeout_s: PositiveFloat = 900.0
+    """Longest that the main thread may take over a chunk, compilation included; then the process ends, with all its stacks."""
 
 
 class CheckpointConfig(Section, frozen=True):
@@ -258,8 +262,10 @@ class PaceConfig(Section, frozen=True):
 
 
 class LaunchConfig(Section, frozen=True):
-    """What the launcher does. `on_child_death: stop` ends the run when any role dies; with `recover` a training process that
-    dies takes its group down, which is started again from its newest checkpoint, at most `max_restarts` times in a run.
+    """What the launcher does. `on_child_death: stop` ends the run when any role dies; with `recover` it is started again, at
+    most `max_restarts` times in a run: a training process with its whole group, from the newest checkpoint; the scheduler with
+    engines and training group; an engine or a storage unit alone. A role of which nothing was heard for `silence_timeout_s` is
+    killed, and has died.
 
     A run that is interrupted or fails is killed after `stop_timeout_s`. Once a run has finished, its roles have
     `finish_timeout_s` to hand in their last reports and leave.
@@ -267,6 +273,7 @@ class LaunchConfig(Section, frozen=True):
 
     on_child_death: Literal["stop", "recover"] = "stop"
     max_restarts: NonNegativeInt = 8
+    silence_timeout_s: PositiveFloat = 45.0
     stop_timeout_s: PositiveFloat = 3.5
     finish_timeout_s: PositiveFloat = 30.0
 
@@ -414,8 +421,16 @@ def _check_names(config: Config) -> None:
         ("control.rpc_timeout_s", config.control.rpc_timeout_s),
         ("train.start_timeout_s", config.train.start_timeout_s),
         ("train.heartbeat_timeout_s", config.train.heartbeat_timeout_s),
+        ("launch.silence_timeout_s", config.launch.silence_timeout_s),
     ):
         _refuse(value < 1, key, value, "must be at least 1: shorter ones end runs that are well")
+    _refuse(
+        config.launch.on_child_death == "recover" and config.launch.silence_timeout_s >= config.train.go_timeout_s,
+        "launch.silence_timeout_s",
+        config.launch.silence_timeout_s,
+        f"must be below train.go_timeout_s = {config.train.go_timeout_s:g}, which ends the run: a training process that is "
+        "stuck is to be started again before (launch.on_child_death: recover)",
+    )
     host, _, port = config.train.coordinator.rpartition(":")
     _refuse(
         not host or not port.isdecimal() or int(port) > 65535,

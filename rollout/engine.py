@@ -222,6 +222,17 @@ class Engine:
         )
         return max(0, len(self._slots.free()) - wanted) // trajectories
 
+    def give_back_queued(self) -> None:
+        """Forgets what has not begun: groups and evaluations. They are somebody else's from now on."""
+        self.counters["groups_given_back"] += len(self._groups)
+        self._groups.clear()
+        self._evals.clear()
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Tokens sampled so far of trajectories that are not finished."""
+        return self._slots.sampled_tokens()
+
     def drop_evals(self, version: int) -> list[int]:
         """Forgets queued evaluations of a version that cannot be had -> their ids."""
         dropped = [lease.eval_id for lease in self._evals if lease.version == version]

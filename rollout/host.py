@@ -8,8 +8,9 @@ One turn of the loop:
 4. hand finished groups to the putter's thread; what the storage unit holds goes into the next report;
 5. report and ask again: at once when there is news or room for work, at the latest after `SYNC_S`.
 
-Programs are compiled before the host asks for work, on weights of zeros. SIGTERM ends the process between two steps; what is
-in flight is lost with it, and the scheduler notices by its deadlines.
+Programs are compiled before the host asks for work, on weights of zeros. On SIGTERM the host leaves politely: it takes no more
+work, gives back what it has not begun, finishes the rest for at most `rollout.drain_s`, stores and reports what is done, and
+says that it leaves, upon which the rest is leased elsewhere at once. A second SIGTERM ends it as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -41,7 +43,7 @@ from knittrans_jax.rollout.putter import GroupPutter
 from knittrans_jax.rollout.runs import FinishedGroup
 from knittrans_jax.rollout.tasks.registry import load_task
 from knittrans_jax.rollout.weight_fetcher import WeightFetcher
-from knittrans_jax.transfer.control import ControlClient, ControlError
+from knittrans_jax.transfer.control import ControlClient, ControlError, new_session
 from knittrans_jax.transfer.intake import IntakeSpec, check_group
 from knittrans_jax.transfer.weights import WeightReader, WeightsError, WeightSource, restore_tree
 
@@ -54,6 +56,8 @@ COUNTERS_S = 1.0
 REST_S = 0.005
 """How long an engine without work waits before it looks again."""
 LAST_REPORT_S = 2.0
+LEAVE_SILENCE_S = 1.5
+"""A host that leaves does not wait longer for a scheduler that says nothing."""
 
 
 def run_rollout(config: Config, run_dir: Path, index: int, stop: threading.Event | None = None) -> None:
@@ -70,10 +74,15 @@ def run_rollout(config: Config, run_dir: Path, index: int, stop: threading.Event
         WireError: finished groups cannot be stored.
         WeightsError: a published version cannot be read.
     """
+    hurry = threading.Event()
     if stop is None:
-        stop = threading.Event()
+        stop = told = threading.Event()
+
+        def on_signal(*_: object) -> None:
+            (hurry if told.is_set() else told).set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
+            signal.signal(number, on_signal)
     if config.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     compilations = CompilationCounter()
@@ -110,6 +119,8 @@ def run_rollout(config: Config, run_dir: Path, index: int, stop: threading.Event
             host = RolloutHost(config, name, engine, template, weights, putter, control, compilations)
             try:
                 host.run(stop)
+                if stop.is_set():
+                    host.leave(config.rollout.drain_s, hurry.is_set)
             except ControlError:
                 if not stop.is_set():
                     raise
@@ -172,6 +183,9 @@ class RolloutHost:
         self._reported_compilations = -1
         self._synced_s = self._counted_s = -1.0
         self._load_s = 0.0
+        self._session = new_session()
+        self._leaving = self._left = False
+        self._dropped_tokens = 0
 
     def run(self, stop: threading.Event) -> None:
         """Until the scheduler says stop or `stop` is set."""
@@ -191,6 +205,38 @@ class RolloutHost:
             if worked and pace_s > 0:
                 time.sleep(pace_s)
 
+    def leave(self, drain_s: float, hurry: Callable[[], bool]) -> None:
+        """Leaves politely: see the module's opening. Ends at once when the scheduler says stop, or `hurry()` becomes true."""
+        self._leaving = True
+        self._engine.give_back_queued()
+        heard_s = time.monotonic()
+        deadline_s = heard_s + drain_s
+        while not hurry():
+            orders = self._exchange(REST_S)
+            if orders is not None:
+                heard_s = time.monotonic()
+                if orders.stop:
+                    return
+                if orders.ticket is not None and orders.unit_address is not None:
+                    self._putter.open(orders.unit_address, orders.ticket)
+            if time.monotonic() - heard_s > LEAVE_SILENCE_S:
+                return  # nobody is there to leave from
+            working = self._engine.has_work and time.monotonic() < deadline_s
+            if working and not self._unstored:
+                self._engine.step()
+            self._collect()
+            if not working and not self._unstored and self._putter.idle and not self._told():
+                break
+            if time.monotonic() >= deadline_s + self._config.control.pull_timeout_s:
+                break  # the unit takes nothing
+        self._dropped_tokens = self._engine.tokens_in_flight
+        self._left = True
+        with contextlib.suppress(ControlError):
+            while self._control.outstanding and self._control.poll(LAST_REPORT_S) is None:
+                pass
+            self._control.call(self._sync(count=True), timeout_s=LAST_REPORT_S, overall_s=LAST_REPORT_S)
+        self._report(LAST_REPORT_S)
+
     def counters(self) -> dict[str, float]:
         """Everything that the host counts."""
         return {
@@ -201,6 +247,7 @@ class RolloutHost:
             "put_bytes": float(self._putter.put_bytes),
             "put_s": self._putter.put_s,
             "intake_refused": float(self._putter.refused),
+            "tokens_dropped": float(self._dropped_tokens),
             **self._control.counters.as_dict(),
             **self._weights.counters(),
         }
@@ -219,31 +266,38 @@ class RolloutHost:
         now_s = time.monotonic()
         if self._engine.version >= 0 and self._compilations.count != self._reported_compilations:
             self._report(self._config.control.rpc_timeout_s)
-        told = (self._done, self._started, self._failed, self._evals, self._evals_failed)
-        news = any(told) or self._free_groups() > 0
+        news = self._told() or self._free_groups() > 0
         if now_s - self._synced_s >= (NEWS_S if news else SYNC_S):
             self._post(now_s)
         else:
             time.sleep(rest_s)
         return None
 
+    def _told(self) -> bool:
+        """Whether there is something to report."""
+        return any((self._done, self._started, self._failed, self._evals, self._evals_failed))
+
+    def _sync(self, count: bool) -> EngineSync:
+        return EngineSync(
+            host=self._name,
+            unit=self._name,
+            version=self._engine.version,
+            free_groups=self._free_groups(),
+            started=tuple(self._started),
+            done=tuple(self._done),
+            failed=tuple(self._failed),
+            evals=tuple(self._evals),
+            evals_failed=tuple(self._evals_failed),
+            counters=self.counters() if count else {},
+            ticket_wanted=self._putter.ticket_wanted,
+            session=self._session,
+            leaving=self._leaving,
+            left=self._left,
+        )
+
     def _post(self, now_s: float) -> None:
         count = now_s - self._counted_s >= COUNTERS_S
-        self._control.post(
-            EngineSync(
-                host=self._name,
-                unit=self._name,
-                version=self._engine.version,
-                free_groups=self._free_groups(),
-                started=tuple(self._started),
-                done=tuple(self._done),
-                failed=tuple(self._failed),
-                evals=tuple(self._evals),
-                evals_failed=tuple(self._evals_failed),
-                counters=self.counters() if count else {},
-                ticket_wanted=self._putter.ticket_wanted,
-            )
-        )
+        self._control.post(self._sync(count))
         self._started, self._done, self._failed, self._evals, self._evals_failed = [], [], [], [], []
         self._synced_s = now_s
         if count:
@@ -261,8 +315,8 @@ class RolloutHost:
                 raise TypeError(f"{self._name}: expected Ack, got {type(reply).__name__}")
 
     def _free_groups(self) -> int:
-        """Room for new groups; none before there are weights, or while finished ones cannot be stored."""
-        if self._engine.version < 0 or self._unstored:
+        """Room for new groups; none before there are weights, while finished ones cannot be stored, or when the host leaves."""
+        if self._engine.version < 0 or self._unstored or self._leaving:
             return 0
         return self._engine.free_groups(self._members)
 

@@ -2,7 +2,7 @@
 
 What it guarantees: a group is reported done only after the unit holds it; at most `QUEUE_GROUPS` wait; every put has a
 deadline; the thread's failure surfaces in `take` and `offer`. A group that is not what it says (`transfer/intake.py`) or that
-the unit refuses is reported as failed.
+the unit refuses is reported as failed. A unit that was started anew is found at its new address.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from collections.abc import Callable
 
 from knittrans_jax.launch.messages import GroupDone, GroupFailure
 from knittrans_jax.rollout.runs import FinishedGroup
-from knittrans_jax.transfer.client import StorageClient, TicketRefused
+from knittrans_jax.transfer.client import StorageClient
 from knittrans_jax.transfer.intake import IntakeError
 from knittrans_jax.transfer.storage_state import StorageRefused
 from knittrans_jax.transfer.wire import WireError
 
 QUEUE_GROUPS = 256
 POLL_S = 0.1
+AGAIN_S = 0.25
+"""Pause before a put that failed is tried again with a fresh ticket."""
 
 
 class GroupPutter:
@@ -62,9 +64,10 @@ class GroupPutter:
             return self._ticket_wanted
 
     @property
-    def waiting(self) -> int:
-        """Groups offered and not yet in the unit, roughly."""
-        return self._queue.qsize()
+    def idle(self) -> bool:
+        """Everything that was offered is in the unit, or has failed, and was taken."""
+        with self._lock:
+            return not self._queue.unfinished_tasks and not self._done and not self._failed
 
     def open(self, address: str, ticket: bytes) -> None:
         """Where the unit is, and a fresh ticket for it."""
@@ -120,6 +123,7 @@ class GroupPutter:
                 except queue.Empty:
                     continue
                 self._put(group)
+                self._queue.task_done()
         except BaseException as error:
             if not self._closing.is_set():
                 self._error = error
@@ -147,15 +151,17 @@ class GroupPutter:
             self._failed.append(failure)
 
     def _with_ticket(self, put: Callable[[StorageClient], None]) -> None:
-        """Puts; when the unit takes none of our tickets any more, waits once for a fresh one and puts again."""
-        try:
-            put(self._ready_client())
-        except WireError as error:
-            if not isinstance(error, TicketRefused) and not isinstance(error.__cause__, TicketRefused):
-                raise
-            with self._lock:
-                self._ticket_wanted = True
-            put(self._ready_client())
+        """Puts; what fails is tried again, until `timeout_s` is over, with a fresh ticket for where the unit is then."""
+        deadline_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                put(self._ready_client())
+                return
+            except WireError:
+                if time.monotonic() >= deadline_s or self._closing.wait(AGAIN_S):
+                    raise
+                with self._lock:
+                    self._ticket_wanted = True
 
     def _ready_client(self) -> StorageClient:
         with self._lock:

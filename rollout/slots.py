@@ -116,6 +116,11 @@ class SlotTable:
         slots = np.flatnonzero(self.phase == Phase.PROMPT)
         return slots[np.argsort(self.waiting_since[slots], kind="stable")]
 
+    def sampled_tokens(self) -> int:
+        """Tokens sampled so far of the trajectories that are in slots."""
+        held_SxT = np.arange(self.capacity) < self.length[:, None]
+        return int((self._sampled & held_SxT)[self.phase != Phase.FREE].sum())
+
     # --- transitions ---------------------------------------------------------------------------------------------------
 
     def begin(self, slot: int) -> None:

@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,9 @@ from knittrans_jax.train.setup import TrainSetup, join_process_group, make_mesh,
 from knittrans_jax.train.state import TrainState
 from knittrans_jax.train.step import Sums
 from knittrans_jax.train.together import Together, mesh_barrier
+from knittrans_jax.train.watch import heartbeat, watchdog
 from knittrans_jax.trajectory import MiniBatchPlan
-from knittrans_jax.transfer.control import ControlClient, ControlError
+from knittrans_jax.transfer.control import ControlClient, ControlError, new_session
 from knittrans_jax.transfer.loader import Chunk, ChunkLoader, LoaderError, LoaderOptions, split_wait
 from knittrans_jax.transfer.matching import Gather
 from knittrans_jax.transfer.pull import Payload, UnitClients
@@ -76,16 +77,17 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
     setup = set_up_training(config, task, make_mesh(config))
     control_file = run_dir / "control.json"
 
-    def connect(name: str) -> ControlClient:
+    def connect(name: str, stopped: Callable[[], bool] = stop.is_set) -> ControlClient:
         return ControlClient(
             control_file,
             name,
             config.control.rpc_timeout_s,
             start_timeout_s=config.control.start_timeout_s,
-            stopped=stop.is_set,
+            stopped=stopped,
         )
 
     with (
+        contextlib.ExitStack() as stack,
         connect(f"train{index}") as control,
         connect(f"train{index}.weights") as publishing,
         _open_relay(config, index) as relay,
@@ -100,7 +102,7 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
         hello = msg.TrainHello(
             process=index,
             processes=config.train.processes,
-            pid=os.getpid(),
+            session=new_session(),
             relay=None if relay is None else relay.address,
             version=cursor.version,
             after_plan=cursor.after_plan,
@@ -109,6 +111,7 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
         welcome = control.call(hello, overall_s=config.train.start_timeout_s)
         assert isinstance(welcome, msg.TrainWelcome), welcome
         incarnation = welcome.incarnation
+        stack.enter_context(heartbeat(lambda stopped: connect(f"train{index}.beat", stopped), index))
         if relay is not None and welcome.ticket_key is not None:
             relay.set_key(welcome.ticket_key)
         if weights is not None and welcome.ticket_key is not None:
@@ -158,7 +161,8 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
             trainer.publish()
             after_plan, saved = cursor.after_plan, cursor.version
             for chunk in _timed(loader, trainer):
-                trainer.take(chunk)
+                with watchdog(config.train.step_timeout_s):
+                    trainer.take(chunk)
                 if chunk.last:
                     checkpoints.check()
                     after_plan = chunk.plan.plan_id
@@ -350,6 +354,7 @@ class Trainer:
         self._pulled_bytes = self._relayed_bytes = 0
         self._gathered_bytes = 0
         self._began_s = 0.0
+        self._chunks = self._chunks_dropped = 0
 
     def take(self, chunk: Chunk) -> None:
         """Accumulates a chunk; the last one of a mini-batch is followed by the update, its report and publication."""
@@ -357,6 +362,10 @@ class Trainer:
         copies = chunk.mode in ("per_micro_batch", "per_micro_batch_unique")
         if chunk.first:
             self._began_s = time.monotonic()
+            self._chunks_dropped += self._chunks  # of a mini-batch that was withdrawn: as if it had never begun
+            self._table = self._images = self._sums = self._residuals = None
+            self._chunks = 0
+        self._chunks += 1
         chunk = chunk.whole(self._gather)  # rows that several processes own: the first collective of all
         self._gathered_bytes += chunk.gathered_bytes
         if chunk.first:
@@ -394,7 +403,10 @@ class Trainer:
     def publish(self) -> None:
         """Hands the current weights to the writer, when the configuration publishes this version."""
         every = self.config.batch.mini_batches if self.config.train.publish == "train_batch" else 1
-        if self.version % every == 0 and self.version > self.published:
+        newer = self.version > self.published
+        # A version that is published already is served again: hosts may lack it, and whoever had it may be gone.
+        again = self.config.weights.transfer == "bulk" and self.version == self.published
+        if self.version % every == 0 and (newer or again):
             self._writer.write(self.version, self.state.params)
 
     def counters(self) -> dict[str, float]:
@@ -406,6 +418,7 @@ class Trainer:
             "weight_copy_s": self._writer.copy_s,
             "weight_bytes": self._writer.written_bytes,
             "gathered_bytes": self._gathered_bytes,
+            "chunks_dropped": self._chunks_dropped,
         }
 
     def _update(self, chunk: Chunk) -> None:
@@ -414,6 +427,7 @@ class Trainer:
             self.state, self._images, self._sums, np.float32(plan.sampled_tokens), self._residuals
         )
         self._table = self._images = self._sums = self._residuals = None
+        self._chunks = 0
         metrics = {name: float(value) for name, value in jax.device_get(figures).items()}
         if self.config.train.on_nonfinite == "stop" and bad_figures(metrics):
             raise BadNumbersError(plan, metrics)  # the update was left out, so the parameters are those before it

@@ -98,9 +98,9 @@ class WeightsDesk:
         """Addresses by rollout host."""
 
     def answer(self, request: WeightsWanted, training: TrainGroup, published: int, over: bool) -> WeightsFrom | str:
-        """The sources, none of them when the run is `over`; or why the version is not to be had."""
+        """The sources, none of them when the run is `over` or the training group begins anew; or why there can be none."""
         self._servers[request.host] = request.address
-        if request.version < 0 or over:
+        if request.version < 0 or over or training.incarnation < 0:
             return WeightsFrom(key=self._key)
         if request.version > published:
             return f"weights of version {request.version}: the newest published is {published}"

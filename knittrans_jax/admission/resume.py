@@ -19,15 +19,20 @@ FIXED = ("seed", "task", "model", "batch")
 """Sections that the events and the parameters of a run depend on. Others may change: timeouts, mesh, hosts, updates, ..."""
 
 
-def log_to_resume(config: Config, directory: Path) -> ReadLog | None:
-    """The log of the run that `resume: true` goes on with; None: there is none, and the run begins.
+def log_to_resume(config: Config, directory: Path, *, goes_on: bool) -> ReadLog | None:
+    """The log of the run in this folder, if it is to be gone on with; None: there is none, and the run begins.
+
+    Args:
+        config: as it is now.
+        directory: the run's folder.
+        goes_on: False leaves a log that is there alone.
 
     Raises:
         ConfigError: the run has finished, or its configuration was another one.
         LogError: the log is damaged.
     """
     path = directory / "events.log"
-    if not config.resume or not path.exists():
+    if not goes_on or not path.exists():
         return None
     log = read_log(path)
     if not log.events:

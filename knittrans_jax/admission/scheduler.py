@@ -102,7 +102,7 @@ class SchedulerCore:
             ticket_key: what storage units check tickets with.
             new_nonce: a fresh nonce per ticket.
             history: the events of the run's log, when it is resumed (`resume.check_resume` has looked at them).
-            published: with it, the newest version whose weights are still to be had; -1: none are.
+            published: with it, the newest version whose weights are there, as are those of the one before; -1: none are.
 
         Raises:
             ConfigError: rules that no batch of these prompts can meet, or storage too small for the run to go on.
@@ -172,7 +172,7 @@ class SchedulerCore:
         self._began_s = self._now_s
         config = config_to_dict(self.config)
         if self._history:
-            there = self.state.published if self.state.published == self._published_there else -1
+            there = self.state.published if self.state.published <= self._published_there else -1
             self._emit(ev.Resumed(time_s=self._now_s, config=config, keeps=True, published=there))
             self._inventories_awaited = True
             self._await_inventories()
@@ -352,10 +352,12 @@ class SchedulerCore:
         """After a restart: until the units have said what they hold, or have not come in time, nobody knows what is left."""
         if not self._inventories_awaited:
             return
-        ours = {f"host{index}" for index in range(self.config.rollout.hosts)}
-        late = self._now_s - self._began_s >= self.config.control.start_timeout_s
+        configured = {f"host{index}" for index in range(self.config.rollout.hosts)}
+        control = self.config.control
         for unit in self.desk.units_to_ask():
-            if late or unit not in ours:
+            # One that the configuration does not know, any more, lives already if it lives at all.
+            most_s = control.start_timeout_s if unit in configured else control.rpc_timeout_s
+            if self._now_s - self._began_s >= most_s:
                 self.desk.unit_holds(unit, (), self._now_s)
         self._inventories_awaited = bool(self.desk.units_to_ask())
 

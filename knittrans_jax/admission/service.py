@@ -36,6 +36,7 @@ from knittrans_jax.rollout.tasks.registry import load_task
 from knittrans_jax.transfer import tickets
 from knittrans_jax.transfer.control import ControlServer
 from knittrans_jax.transfer.plan import layout_mini_batch
+from knittrans_jax.transfer.weights import WeightReader
 
 TURN_S = 0.05
 """How long a turn waits for requests: the resolution of the scheduler's deadlines."""
@@ -50,7 +51,8 @@ def run_scheduler(config: Config, run_dir: Path, stop: threading.Event | None = 
 
     Args:
         config: the run's configuration.
-        run_dir: receives `control.json` and `events.log`; with `resume`, a log that is there already is gone on with.
+        run_dir: receives `control.json` and `events.log`; with `resume` or `launch.on_child_death: recover`, a log that is
+            there already is gone on with.
         stop: set it to end the run as interrupted; without one, SIGTERM and SIGINT do.
 
     Raises:
@@ -58,9 +60,11 @@ def run_scheduler(config: Config, run_dir: Path, stop: threading.Event | None = 
         LogError: there is a log, and it is not to be resumed or damaged.
         RunFailed: the run ended with an error.
     """
-    resumed = log_to_resume(config, run_dir)
-    if resumed is not None:
+    recovers = config.launch.on_child_death == "recover"
+    resumed = log_to_resume(config, run_dir, goes_on=config.resume or recovers)
+    if resumed is not None and not recovers:
         shutil.rmtree(run_dir / "weights", ignore_errors=True)  # of versions that may come again, with other contents
+    whole = WeightReader(run_dir / "weights").versions() if config.weights.transfer == "directory" else []
     task = load_task(config.task, config.seed)
     core = SchedulerCore(
         config,
@@ -70,6 +74,7 @@ def run_scheduler(config: Config, run_dir: Path, stop: threading.Event | None = 
         group_bytes=max_group_bytes(task.limits, config.batch.trajectories_per_group, config.rollout.cache_tokens),
         ticket_key=tickets.new_key(),
         history=() if resumed is None else resumed.events,
+        published=max(whole, default=-1),
     )
     if stop is None:
         stop = threading.Event()

@@ -25,6 +25,9 @@ LAUNCHED = "KNITTRANS_LAUNCHED"
 def roles_of(config: Config, config_file: Path, cores: int, environment: Mapping[str, str] = os.environ) -> list[Role]:
     """Every role of a run on this machine, the scheduler first.
 
+    To recover, engines and storage units are started again alone; training processes together; with the scheduler, all that
+    hold nothing but work in flight: storage units live on, with what they hold.
+
     Args:
         config: the resolved configuration, also in `config_file`.
         config_file: what the roles read.
@@ -32,22 +35,28 @@ def roles_of(config: Config, config_file: Path, cores: int, environment: Mapping
         environment: the user's; what is set there stays.
     """
 
-    def role(name: str, kind: str, index: int | None, essential: bool, own: Mapping[str, str], group: str = "") -> Role:
+    recovers = config.launch.on_child_death == "recover"
+
+    def role(
+        kind: str, index: int | None, own: Mapping[str, str], group: str | None = None, also: tuple[str, ...] = ()
+    ) -> Role:
+        name = kind if index is None else f"{kind}{index}"
+        essential = kind != "train"
         command = (sys.executable, "-m", "knittrans_jax.cli", kind, str(config_file))
         if index is not None:
             command += ("--index", str(index))
-        return Role(name, command, {**own, LAUNCHED: "1", "PYTHONUNBUFFERED": "1"}, essential, group)
+        own = {**own, LAUNCHED: "1", "PYTHONUNBUFFERED": "1"}
+        return Role(name, command, own, essential, (group or name) if recovers else "", also if recovers else ())
 
     computing = config.rollout.hosts + config.train.processes
     engine = jax_environment(config.platform, 1, cores, computing, environment)
     train = jax_environment(config.platform, config.train.devices_per_process, cores, computing, environment)
     plain = thread_environment(1, environment)
-    group = "train" if config.launch.on_child_death == "recover" else ""
     return [
-        role("scheduler", "scheduler", None, True, plain),
-        *(role(f"storage{i}", "storage", i, True, plain) for i in range(config.rollout.hosts)),
-        *(role(f"rollout{i}", "rollout", i, True, engine) for i in range(config.rollout.hosts)),
-        *(role(f"train{i}", "train", i, False, train, group) for i in range(config.train.processes)),
+        role("scheduler", None, plain),
+        *(role("storage", i, plain) for i in range(config.rollout.hosts)),
+        *(role("rollout", i, engine, also=("scheduler",)) for i in range(config.rollout.hosts)),
+        *(role("train", i, train, "train", also=("scheduler",)) for i in range(config.train.processes)),
     ]
 
 

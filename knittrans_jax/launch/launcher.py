@@ -6,7 +6,8 @@
    `resume: true` the earlier run is gone on with, in its folder; its `logs` become `logs.1`, `logs.2`, ...
 3. The roles start as processes of their own, with the resolved `config.yaml`; their output goes to `logs/ROLE.log`.
 4. The launcher watches: it shows the live table, writes `metrics.jsonl`, and ends everything when a role dies or a signal
-   comes. With `launch.on_child_death: recover` a training process that dies takes its group down, which starts again.
+   comes. With `launch.on_child_death: recover` the role is started again, with those that cannot go on without it; a role of
+   which nothing is heard any more is killed, and so dies.
 5. `summary.json`, `report.html` and `trace.json` are written however the run ended, and say how.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +43,8 @@ SHUTDOWN_S = 0.5
 """How long the scheduler may take to acknowledge that the run shall end."""
 LOCK = ".launcher.lock"
 CONTROL = "control.json"
+SCHEDULER = "scheduler"
+"""The name of its role, and of the group that is started again with it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +108,8 @@ def run(
                 link.shutdown(reason)
 
             def on_restart(group: str, death: Death) -> None:
+                if group == SCHEDULER:
+                    link.reset()
                 console.print(f"{death.reason}: {group} begins again", markup=False, highlight=False, soft_wrap=True)
 
             outcome = supervise(
@@ -117,6 +123,7 @@ def run(
                 linger_s=config.launch.finish_timeout_s,
                 max_restarts=config.launch.max_restarts,
                 on_restart=on_restart,
+                hung=lambda: link.silent(config.launch.silence_timeout_s),
             )
             view.close()
             summary = observer.finish(_ended(outcome))
@@ -185,7 +192,7 @@ class RunFolder:
         try:
             if self.path.exists():
                 self._lock = self._take_lock()
-                self.resumed = log_to_resume(self._config, self.path) is not None
+                self.resumed = log_to_resume(self._config, self.path, goes_on=self._config.resume) is not None
                 if self.resumed:
                     self._clear_for_resuming()
                     return self
@@ -211,6 +218,7 @@ class RunFolder:
 
     def _clear_for_resuming(self) -> None:
         (self.path / CONTROL).unlink(missing_ok=True)  # of the scheduler that is gone
+        shutil.rmtree(self.path / "weights", ignore_errors=True)  # of versions that may come again, with other contents
         for name in ("logs", "config.yaml"):
             if (self.path / name).exists():
                 (self.path / name).rename(_next_name(self.path / name))
@@ -248,6 +256,8 @@ class _SchedulerLink:
         self._client: ControlClient | None = None
         self._newest: Status | None = None
         self._asked_s = 0.0
+        self._heard_s: float | None = None
+        """When the present scheduler answered last; None: it has not yet."""
 
     def status(self) -> Status | None:
         """The newest status that is here; asks for a newer one."""
@@ -262,8 +272,24 @@ class _SchedulerLink:
         except ControlError:
             return self._newest  # a dead scheduler is found by its exit, with its log
         if isinstance(reply, Status):
-            self._newest = reply
+            self._newest, self._heard_s = reply, time.monotonic()
         return self._newest
+
+    def silent(self, timeout_s: float) -> dict[str, float]:
+        """Roles of which nothing was heard for `timeout_s`, and for how long; the scheduler is one of them."""
+        if self._newest is None or self._heard_s is None:
+            return {}
+        unheard_s = time.monotonic() - self._heard_s
+        if unheard_s > timeout_s:
+            return {SCHEDULER: unheard_s}
+        return {role: silence_s for role, silence_s in self._newest.silent_s.items() if silence_s > timeout_s}
+
+    def reset(self) -> None:
+        """The scheduler is started anew: it will write where it is."""
+        if self._client is not None:
+            self._client.close()
+        self._client, self._heard_s = None, None
+        self._file.unlink(missing_ok=True)
 
     def ended(self) -> bool:
         """Asks once more, briefly: whether the scheduler says that roles may go."""

@@ -6,7 +6,9 @@ What it guarantees:
 * Ctrl-C reaches the launcher only: children are in sessions of their own and are ended in order, politely first;
 * when `supervise` returns or raises, no child is left: SIGTERM first, SIGKILL to the whole session after `stop_timeout_s`;
 * a child that dies is reported with its name, its exit status or signal, and the last lines of its log;
-* a group of roles is started again whole: none of the dead group runs any more when the first of the new one starts.
+* a child that is said to be hung is killed, and has died of that;
+* roles that are started again together are so whole: none of them runs any more when the first of the new ones starts. What
+  was started wrongly (exit status 2) is not started again.
 
 Linux only: the death signal is a kernel feature that other systems lack.
 """
@@ -24,6 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 POLL_S = 0.05
+WRONG_USE = 2
+"""Exit status of a role that refuses its configuration: it would again."""
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 16 * 2**10
 KILL_WAIT_S = 1.0
@@ -46,7 +50,8 @@ except OSError as error:
 class Role:
     """A process to run. `environment` is added to the launcher's own; `essential`: exit status 0 before the end is a death.
 
-    `group`: when one of them dies, all roles of its group are started again; without one, a death ends the run.
+    `group`: when it dies, all roles that belong to this group are started again; without one, its death ends the run. `also`:
+    further groups that it belongs to.
     """
 
     name: str
@@ -54,6 +59,11 @@ class Role:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     essential: bool = False
     group: str = ""
+    also: tuple[str, ...] = ()
+
+    def belongs_to(self, group: str) -> bool:
+        """Whether it is started again with that group."""
+        return group == self.group or group in self.also
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +102,9 @@ class _Child:
     role: Role
     process: subprocess.Popen[bytes]
     log: Path
+    started_s: float
+    hung: str = ""
+    """Why it was killed."""
 
     def running(self) -> bool:
         """Whether it still runs. Once it does not, what it started itself and left in its session is killed."""
@@ -139,6 +152,7 @@ def supervise(
     linger_s: float = 30.0,
     max_restarts: int = 0,
     on_restart: Callable[[str, Death], None] = lambda group, death: None,
+    hung: Callable[[], Mapping[str, float]] = dict,
 ) -> Outcome:
     """Runs the roles until all have ended.
 
@@ -153,6 +167,7 @@ def supervise(
         linger_s: how long the others may take once the first role of `roles` has ended.
         max_restarts: how often groups are started again in all; the next death ends the run.
         on_restart: told of a group that will be started again, and of the death that is the reason.
+        hung: roles that must not be waited for any longer, and for how many seconds nothing was heard of each.
 
     Returns:
         How they ended. Nothing runs any more.
@@ -165,10 +180,12 @@ def supervise(
         restarts = 0
         while any(child.running() for child in children):
             on_tick()
+            _kill_hung(children, hung())
             dead = _first_death(children, is_over)
             if dead is not None:
                 death, group = _death(dead), dead.role.group
-                if group and restarts < max_restarts and children[0].running() and not signals.received:
+                again = group and dead.process.returncode != WRONG_USE
+                if again and restarts < max_restarts and not signals.received:
                     restarts += 1
                     on_restart(group, death)
                     _restart(children, group, logs)
@@ -194,10 +211,19 @@ def supervise(
 
 def _restart(children: list[_Child], group: str, logs: Path) -> None:
     """Starts all roles of a group again, in their places; their logs go on."""
-    _kill([child for child in children if child.role.group == group and child.running()])
+    _kill([child for child in children if child.role.belongs_to(group) and child.running()])
     for index, child in enumerate(children):
-        if child.role.group == group:
+        if child.role.belongs_to(group):
             children[index] = _start(child.role, logs)
+
+
+def _kill_hung(children: Sequence[_Child], silent_s: Mapping[str, float]) -> None:
+    """Kills who is silent. What is known of a child's silence may be that of the one before it."""
+    for child in children:
+        silence_s = silent_s.get(child.role.name)
+        if silence_s is not None and time.monotonic() - child.started_s > silence_s and child.running():
+            child.hung = f"killed: nothing was heard of it for {silence_s:.0f} s"
+            child.signal(signal.SIGKILL)
 
 
 def _start(role: Role, logs: Path) -> _Child:
@@ -211,7 +237,7 @@ def _start(role: Role, logs: Path) -> _Child:
             env={**os.environ, **role.environment},
             start_new_session=True,
         )
-    return _Child(role, process, path)
+    return _Child(role, process, path, time.monotonic())
 
 
 def _first_death(children: Sequence[_Child], is_over: Callable[[], bool]) -> _Child | None:
@@ -224,7 +250,8 @@ def _first_death(children: Sequence[_Child], is_over: Callable[[], bool]) -> _Ch
 
 
 def _death(child: _Child) -> Death:
-    return Death(child.role.name, describe_status(child.process.returncode), child.log, log_tail(child.log))
+    status = child.hung or describe_status(child.process.returncode)
+    return Death(child.role.name, status, child.log, log_tail(child.log))
 
 
 def describe_status(returncode: int) -> str:

@@ -141,6 +141,11 @@ def wait_for_endpoint(
         time.sleep(0.05)
 
 
+def new_session() -> int:
+    """A number that tells one process of a role from the next; process ids do not, in containers."""
+    return secrets.randbits(62)
+
+
 def reachable_host(host: str) -> str:
     """What others connect to when this machine listens on `host`: its own name, where that is every interface."""
     return socket.gethostname() if host in ("0.0.0.0", "*") else host
@@ -319,6 +324,10 @@ class ControlClient:
                     raise ControlStopped(
                         f"{self._name}: stopped while waiting for an answer to {type(request).__name__}"
                     )
+                if self._moved():
+                    raise ControlTimeout(
+                        f"{self._name}: {type(request).__name__} will not be answered: the scheduler was started anew"
+                    )
                 if overall is not None and time.monotonic() >= overall:
                     raise ControlTimeout(
                         f"{self._name}: {type(request).__name__} was still unanswered after {overall_s:g} s in all"
@@ -378,6 +387,12 @@ class ControlClient:
         with contextlib.suppress(OSError, ControlError):  # while a scheduler restarts the last endpoint stays good
             self._endpoint = read_endpoint(self._file)
         self._socket = self._connect(self._endpoint)
+
+    def _moved(self) -> bool:
+        """Whether the run's scheduler is another one than this client is connected to."""
+        with contextlib.suppress(OSError, ControlError):
+            return read_endpoint(self._file) != self._endpoint
+        return False
 
     def close(self, linger_s: float = 0.0) -> None:
         """Closes; `linger_s` bounds the sending of what is queued."""

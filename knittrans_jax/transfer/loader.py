@@ -8,6 +8,8 @@ What it guarantees:
 * which rows a process pulls follows from the shardings themselves; nothing else is pulled, and what several processes own is
   pulled by one of them (`transfer/matching.py`; the baselines `dispatch` and `gather` pull what they say, see below);
 * nothing that can fail on one process alone happens after the go;
+* a pull that fails ends nothing: the scheduler says where the rows are to be had now, or that the plan is withdrawn; then no
+  process launches a chunk that has no go yet, and all go on with the next plan (whose first chunk begins a new mini-batch);
 * the thread runs no collective;
 * a failure surfaces in `next()` with its cause; `close()` returns soon, whatever the thread waits for;
 * the state is the id of the last plan that was handed out whole: a restored loader begins with the plan after it.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -35,13 +38,13 @@ from jax.sharding import Sharding
 
 from knittrans_jax.encoding.modes import ConfiguredMode, EncoderWork, Mode, ResidualOptions, plan_encoding
 from knittrans_jax.encoding.table_cache import TableCache
-from knittrans_jax.launch.messages import ChunkHeld, Go, NextPlan, PlanReply, Reply, Request
+from knittrans_jax.launch.messages import ChunkHeld, ChunkMissing, Dropped, Go, NextPlan, PlanReply, Reply, Request
 from knittrans_jax.trajectory import MiniBatchPlan
 from knittrans_jax.transfer import pack
 from knittrans_jax.transfer.batch import CHUNK_ROW_AXIS, ChunkArrays, ImageArrays
 from knittrans_jax.transfer.control import ControlError
 from knittrans_jax.transfer.matching import Gather, Matching, rows_to_feed
-from knittrans_jax.transfer.pull import Payload, UnitClients, shown_images
+from knittrans_jax.transfer.pull import Payload, PullFailed, UnitClients, shown_images
 from knittrans_jax.transfer.relay import RelayServer
 
 TransferMode = Literal["on_demand", "dispatch", "gather"]
@@ -272,15 +275,20 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
         self._ahead: collections.deque[_Work] = collections.deque()
         self._work: _Work | None = None
         self._next_chunk = 0
+        self._dropped_plan = -1
         self._pulled_bytes = self._relayed_bytes = 0
 
     def __next__(self) -> Chunk:
         try:
-            if self._work is None:
-                self._work = self._next_work()
-            if self._work is None:
-                raise StopIteration
-            chunk = self._bring(self._work, self._next_chunk)
+            chunk = None
+            while chunk is None:
+                if self._work is None:
+                    self._work = self._next_work()
+                if self._work is None:
+                    raise StopIteration
+                chunk = self._bring(self._work, self._next_chunk)
+                if chunk is None:
+                    self._drop(self._work.plan)
         except StopIteration:
             raise
         except Exception as error:
@@ -333,15 +341,16 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
             encoder = plan_encoding(plan, options.encoder_mode, options.spec, self._cache, options.residuals)
             work = _Work(plan, encoder, arrived_s, self._options.transfer != "on_demand", Payload())
             batch.append(work)
-            if work.whole:
-                self._pull_whole(work)
+            if work.whole and not self._pulled(plan, 0, functools.partial(self._pull_whole, work)):
+                batch.pop()
+                self._drop(plan)
         for work in batch:
             work.arrived_s = batch[-1].arrived_s
         self._ahead.extend(batch)
         return self._ahead.popleft()
 
     def _next_plan(self, after_plan: int) -> MiniBatchPlan | None:
-        options = self._options
+        options, after_plan = self._options, max(after_plan, self._dropped_plan)
         reply = self._ask(NextPlan(process=options.process, incarnation=options.incarnation, after_plan=after_plan))
         if not isinstance(reply, PlanReply):
             raise ControlError(f"expected PlanReply to NextPlan, got {type(reply).__name__}")
@@ -349,7 +358,46 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
         self.complete = reply.complete
         return reply.plan
 
+    def _drop(self, plan: MiniBatchPlan) -> None:
+        """The plan was withdrawn, and those after it; ids of later ones are higher."""
+        self._dropped_plan = plan.plan_id
+        self._work, self._next_chunk = None, 0
+        self._ahead.clear()
+        if self._cache is not None:  # what this plan was to put there may not have come there
+            self._cache = TableCache(self._options.cached_rows, self._options.processor)
+        if self._options.relay is not None:
+            self._options.relay.release(tuple(group.group_id for group in plan.groups))
+
     # --- payloads -------------------------------------------------------------------------------------------------------
+
+    def _pulled(self, plan: MiniBatchPlan, chunk: int, pull: Callable[[], None]) -> bool:
+        """Pulls, if need be from where the scheduler says that the rows are now -> False: the plan is withdrawn."""
+        options = self._options
+        while True:
+            try:
+                pull()
+                return True
+            except PullFailed as failure:
+                if self._stop.is_set():
+                    raise
+                missing = ChunkMissing(
+                    process=options.process,
+                    incarnation=options.incarnation,
+                    plan_id=plan.plan_id,
+                    chunk=chunk,
+                    unit=failure.unit,
+                    address=failure.address,
+                    reason=str(failure),
+                    gone=failure.gone and options.relay_unit is None,  # a relay may have it later
+                )
+                reply = self._ask(missing)
+            if isinstance(reply, Dropped):
+                return False
+            if not isinstance(reply, PlanReply):
+                raise ControlError(f"expected PlanReply or Dropped to ChunkMissing, got {type(reply).__name__}")
+            if reply.plan is None:
+                raise StopIteration  # the run ends
+            self._clients.renew(reply.units, reply.tickets)
 
     def _pull_whole(self, work: _Work) -> None:
         """`dispatch`: this process's rows of the mini-batch; `gather`: everybody's. Each with its own pixel values."""
@@ -404,12 +452,13 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
 
     # --- chunks ---------------------------------------------------------------------------------------------------------
 
-    def _bring(self, work: _Work, index: int) -> Chunk:
+    def _bring(self, work: _Work, index: int) -> Chunk | None:
+        """The chunk, with the scheduler's go; None: its plan is withdrawn."""
         options, spec, plan, encoder = self._options, self._options.spec, work.plan, work.encoder
         shape = pack.chunk_shape(plan)
         cells = self._rows.cells(*shape[:2])
-        if not work.whole:
-            self._pull_for(work, index, cells)
+        if not work.whole and not self._pulled(plan, index, lambda: self._pull_for(work, index, cells)):
+            return None
         media = work.payload.media
 
         images: ImageArrays | None = None
@@ -444,6 +493,8 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
 
         held = ChunkHeld(process=options.process, incarnation=options.incarnation, plan_id=plan.plan_id, chunk=index)
         reply = self._ask(held)
+        if isinstance(reply, Dropped):
+            return None
         if isinstance(reply, PlanReply) and reply.plan is None:
             raise StopIteration  # the run ends, and no process launches this chunk
         if not isinstance(reply, Go):

@@ -15,6 +15,8 @@ from knittrans_jax.trajectory import TRAJECTORY_BYTES_PER_TOKEN, MiniBatchPlan, 
 from knittrans_jax.transfer.client import PullRequest, StorageClient
 from knittrans_jax.transfer.control import ControlStopped
 from knittrans_jax.transfer.pack import PackSpec, Pixels
+from knittrans_jax.transfer.storage_state import StorageMissing
+from knittrans_jax.transfer.wire import WireError
 
 PIECE_BYTES = 2**28
 """A pull is cut into requests of about this size: a lost connection costs one of them."""
@@ -22,6 +24,17 @@ PIECE_BYTES = 2**28
 
 class PullError(RuntimeError):
     """Something cannot be asked for."""
+
+
+class PullFailed(RuntimeError):  # noqa: N818 - the name says what happened
+    """A unit did not bring what it was asked for; the cause says why.
+
+    `gone`: it answered, and does not hold it. Else it could not be reached, or what came was damaged, after all retries.
+    """
+
+    def __init__(self, unit: str, address: str, error: Exception) -> None:
+        super().__init__(f"unit {unit} at {address}: {error}")
+        self.unit, self.address, self.gone = unit, address, isinstance(error, StorageMissing)
 
 
 @dataclasses.dataclass
@@ -75,7 +88,7 @@ class UnitClients:
 
         Raises:
             PullError: there is no connection to a unit.
-            StorageMissing, WireError: it did not come.
+            PullFailed: a unit did not bring it.
             ControlStopped: told to stop between two requests.
         """
         payload = Payload()
@@ -96,16 +109,17 @@ class UnitClients:
                     raise ControlStopped("stopped between two pulls")
                 rows = [index for is_row, index in wanted[piece] if is_row]
                 shown = [index for is_row, index in wanted[piece] if not is_row]
-                pulled = self._clients[name].pull(
-                    PullRequest(
-                        rows=tuple(
-                            (plan.groups[plan.placements[i].group].group_id, plan.placements[i].trajectory)
-                            for i in rows
-                        ),
-                        media=tuple((plan.groups[plan.images[i].group].group_id, plan.images[i].digest) for i in shown),
-                        pixels=pixels,
-                    )
+                request = PullRequest(
+                    rows=tuple(
+                        (plan.groups[plan.placements[i].group].group_id, plan.placements[i].trajectory) for i in rows
+                    ),
+                    media=tuple((plan.groups[plan.images[i].group].group_id, plan.images[i].digest) for i in shown),
+                    pixels=pixels,
                 )
+                try:
+                    pulled = self._clients[name].pull(request)
+                except (StorageMissing, WireError) as error:
+                    raise PullFailed(name, self._clients[name].address, error) from error
                 for index, fields in zip(rows, pulled.rows, strict=True):
                     payload.trajectories[index] = Trajectory(**fields)
                 payload.media.update(pulled.media)

@@ -409,7 +409,8 @@ def run_storage(config: Config, run_dir: Path, index: int, stop: threading.Event
         stop: set it to end; without one, signals of this process do.
 
     Raises:
-        ControlError: the scheduler is gone or refuses this unit.
+        ControlError: the scheduler is gone or refuses this unit. With `launch.on_child_death: recover` one that is gone is
+            waited for, as long as `control.start_timeout_s`.
     """
     unit = f"host{index}"
     if stop is None:
@@ -429,6 +430,7 @@ def run_storage(config: Config, run_dir: Path, index: int, stop: threading.Event
         StorageServer(state, control.bulk_host, request_timeout_s=control.pull_timeout_s) as server,
     ):
         recovered: tuple[int, ...] | None = server.held()
+        heard_s = time.monotonic()
         while not stop.is_set():
             held_bytes, held_groups, counters = server.figures()
             sync = StorageSync(
@@ -444,12 +446,18 @@ def run_storage(config: Config, run_dir: Path, index: int, stop: threading.Event
             except ControlError:
                 if stop.is_set():
                     return
-                raise
+                # What it holds outlives the scheduler, which comes back from its log and asks for the inventory.
+                recovers = config.launch.on_child_death == "recover"
+                if not recovers or time.monotonic() - heard_s > control.start_timeout_s:
+                    raise
+                stop.wait(SYNC_S)
+                continue
+            heard_s = time.monotonic()
             if not isinstance(orders, StorageOrders):
                 raise ControlError(f"unit {unit}: expected StorageOrders, got {type(orders).__name__}")
-            recovered = None
             server.set_key(orders.ticket_key)
             server.release(orders.release)
+            recovered = server.held() if orders.inventory else None
             if orders.stop:
                 with contextlib.suppress(ControlError):  # the scheduler may be gone by now; its log has the last sync
                     reply = client.call(Report(role=f"storage-{unit}", counters=server.figures()[2]), timeout_s=2.0)

@@ -116,6 +116,22 @@ class ModelHost:
     stored: set[int] = dataclasses.field(default_factory=set)
     inventory: bool = True
     """Whether the unit's next report says what it holds."""
+    session: int = 0
+    unit_starts: int = 0
+
+    def kill_engine(self) -> None:
+        """Its process is another one from now on, and knows nothing."""
+        self.session += 1
+        self.version = -1
+        self.queue, self.running, self.evals = [], {}, []
+
+    def kill_unit(self, *, keeps: bool) -> None:
+        """Its process is another one, at another address; what it held is there on disk, or gone."""
+        self.unit_starts += 1
+        self.inventory = True
+        if not keeps:
+            self.stored.clear()
+
     stopped: bool = False
     dead: bool = False
     most_stored: int = 0
@@ -132,10 +148,11 @@ class Model:
         slots: int = 4,
         seed: int = 0,
         after_step: Callable[[Model], None] | None = None,
+        now_s: float = 1000.0,
     ) -> None:
         self.core = core
         self.random = random.Random(seed)
-        self.now_s = 1000.0
+        self.now_s = now_s
         self.events: list[ev.AnyEvent] = []
         self.hosts = [ModelHost(f"host{i}", slots) for i in range(hosts)]
         self.after_step = after_step
@@ -149,6 +166,8 @@ class Model:
         self.published_before = -1
         self.trainer_done = False
         self.plans: list[msg.PlanReply] = []
+        self.payload_may_go = False
+        """Units may lose what they held."""
         self._answers: dict[object, msg.Reply] = {}
         self._token = 0
         self._take(core.start(self.now_s))
@@ -224,6 +243,7 @@ class Model:
                 done=tuple(done),
                 failed=tuple(failed),
                 evals=tuple(evals),
+                session=host.session,
             )
         )
         assert isinstance(orders, msg.EngineOrders)
@@ -239,7 +259,7 @@ class Model:
         orders = self.ask(
             msg.StorageSync(
                 unit=host.name,
-                address=f"127.0.0.1:{host.name}",
+                address=f"127.0.0.1:{host.name}" + f".{host.unit_starts}" * (host.unit_starts > 0),
                 held_bytes=0,
                 held_groups=len(host.stored),
                 recovered=tuple(host.stored) if host.inventory else None,
@@ -290,9 +310,13 @@ class Model:
         if plan is None:
             self.trainer_done = True
             return False
-        for group in plan.groups:
-            assert group.group_id in next(host for host in self.hosts if host.name == group.unit).stored
         assert plan.update == self.version
+        stored = {host.name: host.stored for host in self.hosts}
+        gone = [group.unit for group in plan.groups if group.group_id not in stored[group.unit]]
+        if gone:
+            assert self.payload_may_go, f"plan {plan.plan_id} misses groups of {gone}"
+            self.drop(first, gone[0])
+            return False
         for chunk in range(plan.chunks):
             held = [
                 self.send(msg.ChunkHeld(process=p, incarnation=self.incarnation, plan_id=plan.plan_id, chunk=chunk))
@@ -323,6 +347,21 @@ class Model:
             self.write(self.version)
         self.checkpoint()
         return True
+
+    def drop(self, reply: msg.PlanReply, unit: str) -> None:
+        """The first process finds a unit without its rows, the others hold theirs: nobody goes, and all are told so."""
+        plan = reply.plan
+        assert plan is not None
+        ids = {"incarnation": self.incarnation, "plan_id": plan.plan_id, "chunk": 0}
+        missing = msg.ChunkMissing(process=0, **ids, unit=unit, address=reply.units[unit], reason="gone", gone=True)
+        tokens = [self.send(msg.ChunkHeld(process=p, **ids)) for p in range(1, self.processes)]
+        tokens.append(self.send(missing))
+        self.tick()
+        answers = [self.answer(token) for token in tokens]
+        if isinstance(answers[-1], msg.Refused):  # it is repeated, and cannot be: the training group begins anew
+            self.hello(*(self.checkpoints[-1] if self.checkpoints else (0, -1)), session=self.random.getrandbits(40))
+        else:
+            assert answers == [msg.Dropped(plan_id=plan.plan_id)] * self.processes
 
     def checkpoint(self) -> None:
         """Takes one where it is due."""

@@ -207,22 +207,25 @@ def test_a_log_that_something_else_writes_is_not_gone_on_with(tmp_path: Path):
 
 def test_only_an_unfinished_run_of_the_same_task_model_batch_and_seed_is_resumed(tmp_path: Path):
     config = finite_config(resume=True)
-    assert log_to_resume(config, tmp_path) is None  # nothing is there: it begins
+    assert log_to_resume(config, tmp_path, goes_on=True) is None  # nothing is there: it begins
     begun_log(tmp_path, config)
-    assert log_to_resume(config, tmp_path) is not None
-    assert log_to_resume(finite_config(), tmp_path) is None  # not asked for
-    assert log_to_resume(finite_config(resume=True, train__processes=1, train__mesh={"data": 1}), tmp_path) is not None
+    assert log_to_resume(config, tmp_path, goes_on=True) is not None
+    assert log_to_resume(finite_config(), tmp_path, goes_on=False) is None  # not asked for
+    assert (
+        log_to_resume(finite_config(resume=True, train__processes=1, train__mesh={"data": 1}), tmp_path, goes_on=True)
+        is not None
+    )
     with pytest.raises(ConfigError, match=r"batch\.mini_batches: was 4 .* \(value 2\)"):
-        log_to_resume(finite_config(resume=True, batch__mini_batches=2), tmp_path)
+        log_to_resume(finite_config(resume=True, batch__mini_batches=2), tmp_path, goes_on=True)
     with pytest.raises(ConfigError, match="seed: was 0"):
-        log_to_resume(finite_config(resume=True, seed=1), tmp_path)
+        log_to_resume(finite_config(resume=True, seed=1), tmp_path, goes_on=True)
 
 
 def test_a_finished_run_is_resumed_only_for_more(tmp_path: Path):
     config = finite_config(resume=True)
     path = begun_log(tmp_path, config, ended="finished")
     with pytest.raises(ConfigError, match=r"has finished.* raise train\.updates or train\.epochs"):
-        log_to_resume(config, tmp_path)
+        log_to_resume(config, tmp_path, goes_on=True)
     further = make_config(train__updates=400, train__epochs=EPOCHS + 1, admission__look_ahead_groups=4, resume=True)
     check_resume(further, read_log(path).events)
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from knittrans_jax.encoding.patches import patchify
-from knittrans_jax.launch.messages import PlanReply, Reply, Request
+from knittrans_jax.launch.messages import ChunkHeld, ChunkMissing, Dropped, NextPlan, PlanReply, Reply, Request
 from knittrans_jax.models.sharding import on_device
 from knittrans_jax.train.advantages import group_advantages
 from knittrans_jax.trajectory import (
@@ -347,24 +347,73 @@ def test_a_restored_cursor_goes_on_with_the_plan_after_it(world: World):
     loader.close()
 
 
-def test_a_failed_pull_surfaces_with_its_cause_and_no_go_is_asked_for(world: World):
-    setup = world.setup(1)
-    asked: list[Request] = []
+class Withdrawing(FakeScheduler):
+    """Withdraws the plan of which a process lacks rows, or says where they are now."""
 
-    class Recording(FakeScheduler):
+    def __init__(self, setup: Setup, moved_to: str | None = None) -> None:
+        super().__init__(setup, "train0")
+        self.moved_to, self.asked = moved_to, list[Request]()
+
+    def call(self, request: Request) -> Reply:
+        self.asked.append(request)
+        if not isinstance(request, ChunkMissing):
+            return super().call(request)
+        if self.moved_to is None:
+            return Dropped(plan_id=request.plan_id)
+        self.setup.address = self.moved_to
+        return super().call(NextPlan(process=0, incarnation=1, after_plan=request.plan_id - 1))
+
+
+def without_payload(setup: Setup) -> None:
+    """The first plan's groups are not there."""
+    groups = tuple(msgspec.structs.replace(g, group_id=g.group_id + 900) for g in setup.plans[0].groups)
+    setup.plans[0] = msgspec.structs.replace(setup.plans[0], groups=groups)
+
+
+def test_a_plan_whose_rows_are_gone_is_dropped_when_the_scheduler_says_so_and_the_next_one_begins(world: World):
+    setup = world.setup(1)
+    without_payload(setup)
+    scheduler = Withdrawing(setup)
+    loader = ChunkLoader(options(scheduler))
+    first = next(loader)
+    assert (first.plan.plan_id, first.index) == (setup.plans[1].plan_id, 0)
+    assert loader.get_state()["after_plan"] in (-1, first.plan.plan_id)
+    (missing,) = [one for one in scheduler.asked if isinstance(one, ChunkMissing)]
+    assert (missing.plan_id, missing.chunk, missing.unit, missing.gone) == (setup.plans[0].plan_id, 0, "host0", True)
+    assert "does not hold group 90" in missing.reason
+    assert not [one for one in scheduler.asked if isinstance(one, ChunkHeld) and one.plan_id == missing.plan_id]
+    loader.close()
+
+
+def test_rows_are_pulled_from_where_the_unit_is_now(world: World):
+    setup = world.setup(1)
+    address = setup.address
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        setup.address = f"127.0.0.1:{nobody.getsockname()[1]}"
+    scheduler = Withdrawing(setup, moved_to=address)
+    loader = ChunkLoader(options(scheduler, pull_retries=0))
+    first = next(loader)
+    assert (first.plan.plan_id, first.index) == (setup.plans[0].plan_id, 0)
+    (missing,) = [one for one in scheduler.asked if isinstance(one, ChunkMissing)]
+    assert not missing.gone
+    loader.close()
+
+
+def test_a_plan_that_is_dropped_after_some_of_its_chunks_had_their_go_hands_out_no_more_of_them(world: World):
+    setup = world.setup(1)
+
+    class Dropping(FakeScheduler):
         def call(self, request: Request) -> Reply:
-            asked.append(request)
+            if isinstance(request, ChunkHeld) and (request.plan_id, request.chunk) == (setup.plans[0].plan_id, 1):
+                return Dropped(plan_id=request.plan_id)
             return super().call(request)
 
-    lost = msgspec.structs.replace(
-        setup.plans[0],
-        groups=tuple(msgspec.structs.replace(g, group_id=g.group_id + 900) for g in setup.plans[0].groups),
-    )
-    setup.plans = [lost]
-    loader = ChunkLoader(options(Recording(setup, "train0")))
-    with pytest.raises(LoaderError, match=r"chunk 0 of plan 5 .*StorageMissing: unit host0 does not hold group 90"):
-        next(loader)
-    assert len(asked) == 1
+    loader = ChunkLoader(options(Dropping(setup, "train0")))
+    handed = [(chunk.plan.plan_id, chunk.index) for chunk in loader]
+    first, *others = setup.plans
+    assert first.chunks > 1
+    assert handed == [(first.plan_id, 0), *((plan.plan_id, i) for plan in others for i in range(plan.chunks))]
     loader.close()
 
 

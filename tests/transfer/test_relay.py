@@ -17,10 +17,10 @@ from knittrans_jax.transfer import pull, tickets
 from knittrans_jax.transfer.bulk import put_frame
 from knittrans_jax.transfer.client import PullRequest, StorageClient
 from knittrans_jax.transfer.pack import PackSpec
-from knittrans_jax.transfer.pull import Payload, PullError, UnitClients, pieces, shown_images
+from knittrans_jax.transfer.pull import Payload, PullError, PullFailed, UnitClients, pieces, shown_images
 from knittrans_jax.transfer.relay import RelayServer
 from knittrans_jax.transfer.storage import StorageServer
-from knittrans_jax.transfer.storage_state import StorageMissing, StorageRefused, StorageState
+from knittrans_jax.transfer.storage_state import StorageRefused, StorageState
 
 from .payloads import random_group, random_image
 from .test_loader import World
@@ -136,7 +136,7 @@ def test_what_process_0_collected_comes_whole_to_who_asked_before(
             np.testing.assert_array_equal(getattr(got.trajectories[index], field), getattr(trajectory, field))
 
     relay.release(tuple(group.group_id for group in plan.groups))
-    with pytest.raises(StorageMissing, match="unit train0 does not hold group"):
+    with pytest.raises(PullFailed, match="unit train0 does not hold group"):
         relayed.pull(plan, [0], [], SPEC, "float32", unit="train0")
     assert relay.figures()[:2] == (0, 0)
 
@@ -146,7 +146,7 @@ def test_what_is_never_offered_is_said_to_be_missing_in_time(
 ) -> None:
     del relay
     began_s = time.monotonic()
-    with pytest.raises(StorageMissing, match="unit train0 does not hold group"):
+    with pytest.raises(PullFailed, match="unit train0 does not hold group"):
         relayed.pull(world.plan("pictured", 5, 1), [0], [], SPEC, "float32", unit="train0")
     assert 0.4 < time.monotonic() - began_s < 3
 
