@@ -44,6 +44,10 @@ BENCHES: dict[str, tuple[str, str]] = {
         "knittrans_jax.benchmarks.weights",
         "new weights to 1, 2, 4, 8 readers: chain, tree, no fan-out, shared directory; trainer's bytes and stall",
     ),
+    "faults": (
+        "knittrans_jax.benchmarks.faults",
+        "runs in which random roles are killed, stopped or told to leave: what is lost, how soon they train on",
+    ),
     "noise": ("knittrans_jax.benchmarks.noise", "equal work against itself: what this machine cannot tell apart"),
 }
 """Name -> module, and what it measures."""
