@@ -1,9 +1,9 @@
 """`knittrans bench faults`: real runs in which a random role is killed or stopped at a random moment, again and again.
 
 A life is one run of a small task over a finite data set, with `launch.on_child_death: recover`. While it trains, a fault
-strikes: a role drawn anew gets SIGKILL, or SIGSTOP, which leaves it hanging until the launcher finds it silent; an engine may
-also be told to leave politely (SIGTERM). The next fault strikes when the run has trained on since. Every second life keeps
-finished groups on disk, so that storage units are killed too without anything being lost.
+strikes: a role, each kind once and then drawn, gets SIGKILL, or SIGSTOP, which leaves it hanging until the launcher finds it
+silent; an engine may also be told to leave politely (SIGTERM). The next fault strikes when the run has trained on since. Every
+second life keeps finished groups on disk, so that storage units are killed too without anything being lost.
 
 What must come out: every life ends by itself (`hung`), every prompt is trained on once an epoch in the final lineage
 (`prompts_lost`), no group's gradient is in it twice (`gradients_twice`), repeated updates are bit by bit what they were
@@ -164,12 +164,12 @@ def _strike(
 ) -> list[Fault]:
     log = _Log(folder / "runs" / NAME / "events.log")
     struck: list[Fault] = []
-    for _ in range(faults):
+    for index in range(faults):
         due = log.poll() + draw.randint(1, settings.most_updates_between)
         if not _reach(log, due, run, settings.hang_s):
             break
         time.sleep(draw.random())
-        kind = draw.choice(settings.kinds)
+        kind = settings.kinds[index] if index < len(settings.kinds) else draw.choice(settings.kinds)
         what = "SIGSTOP" if draw.random() < settings.stop_share else "SIGKILL"
         if kind == "rollout" and draw.random() < 0.25:
             what = "SIGTERM"

@@ -34,7 +34,7 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
     groups_discarded: int
     """Consumed by those updates; leased again, like the following."""
     groups_lost: int
-    """Open when the run was interrupted."""
+    """Open when the run was interrupted, and gone then: in flight, or with their storage unit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +80,8 @@ class _Straightener:
                 self._open[event.group.group_id] = True
             case ev.Failed() | ev.Filtered() | ev.Expired() | ev.Lost():
                 self._open.pop(event.group_id, None)
+                if isinstance(event, ev.Lost):
+                    self._count_lost(1)
             case ev.Admitted():
                 self._admitted[event.plan.plan_id] = at, tuple(group.group_id for group in event.plan.groups)
             case ev.Withdrawn():
@@ -110,7 +112,14 @@ class _Straightener:
             self.out[self._admitted.pop(plan_id)[0]] = None
         for group_id in event.lost:
             del self._open[group_id]
+        self._count_lost(len(event.lost))
         self._lose(event.lost, event.time_s, event.reason)
+
+    def _count_lost(self, groups: int) -> None:
+        """Between an interruption and the training group that goes on."""
+        if self.resumptions and self.resumptions[-1].version < 0:
+            last = self.resumptions[-1]
+            self.resumptions[-1] = msgspec.structs.replace(last, groups_lost=last.groups_lost + groups)
 
     def _resumed(self, event: ev.Resumed) -> None:
         for index in range(len(self.out) - 1):
