@@ -2,8 +2,9 @@
 
 A life is one run of a small task over a finite data set, with `launch.on_child_death: recover`. While it trains, a fault
 strikes: a role, each kind once and then drawn, gets SIGKILL, or SIGSTOP, which leaves it hanging until the launcher finds it
-silent; an engine may also be told to leave politely (SIGTERM). The next fault strikes when the run has trained on since. Every
-second life keeps finished groups on disk, so that storage units are killed too without anything being lost.
+silent; an engine may also be told to leave politely (SIGTERM). Between the roles and the scheduler stands a proxy, which cuts
+their connections, holds what they say back or changes it (`network`). The next fault strikes when the run has trained on since.
+Every second life keeps finished groups on disk, so that storage units are killed too without anything being lost.
 
 What must come out: every life ends by itself (`hung`), every prompt is trained on once an epoch in the final lineage
 (`prompts_lost`), no group's gradient is in it twice (`gradients_twice`), repeated updates are bit by bit what they were
@@ -13,7 +14,9 @@ What must come out: every life ends by itself (`hung`), every prompt is trained 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import os
 import random
 import shutil
@@ -22,7 +25,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,9 +37,11 @@ from knittrans_jax.admission import events as ev
 from knittrans_jax.admission.lineage import final_lineage
 from knittrans_jax.admission.log import read_log
 from knittrans_jax.benchmarks.harness import BenchFailed, Report, Say
+from knittrans_jax.benchmarks.proxy import Proxy
 from knittrans_jax.benchmarks.registry import BenchSettings
 from knittrans_jax.config import load_config
 from knittrans_jax.rollout.tasks.registry import load_task
+from knittrans_jax.transfer.control import ControlEndpoint, ControlError, read_endpoint, write_private_file
 
 NAME = "life"
 CONFIG = f"""
@@ -45,12 +52,18 @@ admission: {{look_ahead_groups: 4, lease_timeout_s: 30}}
 rollout: {{slots: 8, cache_tokens: 16, max_answer_tokens: 3, drain_s: 1}}
 train: {{updates: 100000, row_tokens: 32, micro_batch_rows: 2, encoder_row_patches: 8, go_timeout_s: 40}}
 checkpoint: {{every_train_batches: 4, keep: 2}}
-control: {{pull_timeout_s: 10}}
+control: {{pull_timeout_s: 10, rpc_timeout_s: 4}}
 eval: {{every_updates: 100000, prompts: 4, final_prompts: 8}}
 launch: {{on_child_death: recover, max_restarts: 1000}}
 pace: {{update_s: 0.1}}
 """
-KINDS = ("scheduler", "storage", "rollout", "train")
+KINDS = ("scheduler", "storage", "rollout", "train", "network")
+MISCHIEF: dict[str, Callable[[Proxy], None]] = {
+    "cut": lambda proxy: proxy.cut(),
+    "hold": lambda proxy: proxy.hold(1.5),
+    "corrupt": lambda proxy: proxy.corrupt(0.5),
+}
+"""What the proxy does: once, for seconds, for half a second."""
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGTERM": signal.SIGTERM}
 POLL_S = 0.02
 
@@ -100,6 +113,32 @@ class LifeResult:
     ended: str = ""
 
 
+class _Between:
+    """Puts a proxy between a run's scheduler and its roles: they find it in `control.json`, in the scheduler's place."""
+
+    def __init__(self, file: Path) -> None:
+        self.proxy = Proxy()
+        self._file = file
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="between", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        ours = f"tcp://{self.proxy.address}"
+        while not self._over.wait(POLL_S / 4):
+            with contextlib.suppress(OSError, ControlError):
+                endpoint = read_endpoint(self._file)
+                if endpoint.address != ours:
+                    self.proxy.upstream = endpoint.address.removeprefix("tcp://")
+                    mine = ControlEndpoint(address=ours, server_key=endpoint.server_key)
+                    write_private_file(self._file, msgspec.json.encode(mine))
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self.proxy.close()
+
+
 class _Log:
     """Follows a run's event log."""
 
@@ -141,13 +180,15 @@ def live(settings: Settings, number: int, faults: int, folder: Path, say: Say) -
             stderr=subprocess.STDOUT,
             env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")},
         )
+    between = _Between(folder / "runs" / NAME / "control.json")
     try:
-        result = LifeResult(_strike(settings, number, faults, on_disk, run, folder, draw, say))
+        result = LifeResult(_strike(settings, number, faults, on_disk, run, folder, between.proxy, draw, say))
         result.hung += _wait_for_end(run, folder, settings.hang_s)
     finally:
         if run.poll() is None:
             run.kill()
         run.wait()
+        between.close()
     _look(result, folder, overrides)
     return result
 
@@ -159,6 +200,7 @@ def _strike(
     on_disk: bool,
     run: subprocess.Popen[bytes],
     folder: Path,
+    proxy: Proxy,
     draw: random.Random,
     say: Say,
 ) -> list[Fault]:
@@ -173,13 +215,18 @@ def _strike(
         what = "SIGSTOP" if draw.random() < settings.stop_share else "SIGKILL"
         if kind == "rollout" and draw.random() < 0.25:
             what = "SIGTERM"
-        pids = roles(run.pid, kind)
-        if not pids:
-            break  # the run ends
-        role, pid = draw.choice(pids)
+        if kind == "network":
+            role, what = kind, draw.choice(list(MISCHIEF))
+            strike = functools.partial(MISCHIEF[what], proxy)
+        else:
+            pids = roles(run.pid, kind)
+            if not pids:
+                break  # the run ends
+            role, pid = draw.choice(pids)
+            strike = functools.partial(os.kill, pid, SIGNALS[what])
         fault = Fault(number, role, what, on_disk, log.poll())
         struck.append(fault)
-        os.kill(pid, SIGNALS[what])
+        strike()
         began_s = time.monotonic()
         if not _reach(log, fault.after_update + 1, run, settings.hang_s):
             say(f"life {number}: {what} to {role} after update {fault.after_update}: did not train on")

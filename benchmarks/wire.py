@@ -29,7 +29,7 @@ from knittrans_jax.benchmarks.peer import HOW_TO_INSTALL, Peer, is_installed
 from knittrans_jax.benchmarks.registry import BenchSettings
 from knittrans_jax.benchmarks.wire_serve import PLAIN_REQUEST
 from knittrans_jax.launch import messages as msg
-from knittrans_jax.transfer import tickets, tls, wire
+from knittrans_jax.transfer import tickets, wire
 from knittrans_jax.transfer.client import PullRequest, StorageClient
 from knittrans_jax.transfer.control import ControlClient
 
@@ -69,12 +69,12 @@ class Served:
         self.where: dict[str, Any] = json.loads(line)
         key = bytes.fromhex(self.where["key"])
 
-        def client(name: str, **options: Any) -> StorageClient:
+        def client(name: str) -> StorageClient:
             ticket = tickets.issue(key, "bench", name, time.time() + 7200, secrets.token_bytes(tickets.NONCE_BYTES))
-            return StorageClient(self.where[name], ticket, name, TIMEOUT_S, 0, **options)
+            return StorageClient(self.where[name], ticket, name, TIMEOUT_S, 0)
 
         self.bulk = client("bulk")
-        self.tls = client("tls", tls=tls.client_context(self.where["certificate"]))
+        self.tls = client("tls")
         self.plain = wire.connect(self.where["plain"], TIMEOUT_S)
         self.control = ControlClient(Path(self.where["control"]), "bench", TIMEOUT_S)
 

@@ -77,21 +77,20 @@ def main() -> None:
         digests[group_id] = list(payload.media)
     largest = max(images * size for _, images, size in payloads)
     plain_data = memoryview(np.random.default_rng(0).integers(0, 256, largest, np.uint8).data).cast("B")
-    context, certificate = tls.make_server()
+    encryption = tls.make_server()
     key, over = secrets.token_bytes(32), threading.Event()
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
         control = ControlServer("127.0.0.1", 0, Path(folder) / "control.json")
         answering = threading.Thread(target=serve_control, args=(control, over))
         answering.start()
         threading.Thread(target=serve_plain, args=(listener, plain_data), daemon=True).start()
-        with StorageServer(state, "127.0.0.1") as bulk, StorageServer(state, "127.0.0.1", tls=context) as encrypted:
+        with StorageServer(state, "127.0.0.1") as bulk, StorageServer(state, "127.0.0.1", tls=encryption) as encrypted:
             bulk.set_key(key)
             encrypted.set_key(key)
             where = {
                 "plain": f"127.0.0.1:{listener.getsockname()[1]}",
                 "bulk": bulk.address,
                 "tls": encrypted.address,
-                "certificate": certificate,
                 "key": key.hex(),
                 "digests": digests,
                 "control": str(Path(folder) / "control.json"),

@@ -180,6 +180,8 @@ class TrainConfig(Section, frozen=True):
         "per_mini_batch"
     )
     """Which images are encoded together; `auto` takes the cheapest exact one for every plan (`encoding/modes.py`)."""
+    encoder_trained: Literal["all", "mergers"] = "all"
+    """`mergers`: of the encoder only the layers that make image tokens of features are trained, those of deepstack included."""
     encoder_residuals: Literal["recompute", "keep"] = "recompute"
     """`per_mini_batch`: the encoder's backward recomputes activations chunk by chunk, or reads what the forward kept."""
     encoder_residual_bytes: NonNegativeInt = 256 * 2**20
@@ -213,6 +215,9 @@ class CheckpointConfig(Section, frozen=True):
     """0: none, not even after the last update."""
     keep: Annotated[int, msgspec.Meta(ge=2)] = 3
     """At least 2: the one before stays until the newest is complete."""
+    retained_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.5
+    """`launch.on_child_death: recover`: once consumed groups that no checkpoint covers fill this share of a storage unit's
+    budget, one is taken at the end of the train batch, whether or not it is due."""
     timeout_s: PositiveFloat = 600.0
     """Deadline of writing one, and of the processes' waits for each other."""
 
@@ -244,6 +249,8 @@ class ControlConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     bulk_host: str = "127.0.0.1"
+    tls: bool = False
+    """The bulk channel is TLS, each server with a certificate of its own. Needs the command `openssl`. `docs/security.md`."""
     rpc_timeout_s: PositiveFloat = 30.0
     pull_timeout_s: PositiveFloat = 30.0
     pull_retries: NonNegativeInt = 3
@@ -623,6 +630,12 @@ def _check_training(config: Config) -> None:
         train.mesh,
         f"its axes multiply to {math.prod(train.mesh.values())}, but train.processes = {train.processes} times "
         f"train.devices_per_process = {train.devices_per_process} is {devices}",
+    )
+    _refuse(
+        train.encoder_mode == "frozen" and train.encoder_trained != "all",
+        "train.encoder_trained",
+        train.encoder_trained,
+        "with train.encoder_mode = frozen nothing of the encoder is trained: leave it out, or choose another mode",
     )
     _refuse(
         config.weights.transfer == "directory" and config.weights.dtype != "float32",

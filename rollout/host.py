@@ -45,6 +45,7 @@ from knittrans_jax.rollout.tasks.registry import load_task
 from knittrans_jax.rollout.weight_fetcher import WeightFetcher
 from knittrans_jax.transfer.control import ControlClient, ControlError, new_session
 from knittrans_jax.transfer.intake import IntakeSpec, check_group
+from knittrans_jax.transfer.tls import make_server
 from knittrans_jax.transfer.weights import WeightReader, WeightsError, WeightSource, restore_tree
 
 SYNC_S = 0.05
@@ -152,6 +153,7 @@ def _open_weights(
         timeout_s=control.pull_timeout_s,
         attempts=control.pull_retries + 1,
         keep=config.weights.keep,
+        tls=make_server() if control.tls else None,
     )
 
 

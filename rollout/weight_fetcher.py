@@ -26,6 +26,7 @@ from knittrans_jax.transfer.control import ControlClient, ControlError
 from knittrans_jax.transfer.rate import RateLimit
 from knittrans_jax.transfer.storage_state import StorageMissing
 from knittrans_jax.transfer.tickets import weight_unit
+from knittrans_jax.transfer.tls import ServerTls
 from knittrans_jax.transfer.weight_channel import PIECE_BYTES, WeightClient, WeightServer, bring
 from knittrans_jax.transfer.weight_store import KEEP_VERSIONS, WeightStore
 from knittrans_jax.transfer.weights import WeightsError, WeightSource
@@ -54,6 +55,7 @@ class WeightFetcher(WeightSource):
         keep: int = KEEP_VERSIONS,
         piece_bytes: int = PIECE_BYTES,
         rate: RateLimit | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
         """Serves, and starts the thread.
 
@@ -67,6 +69,7 @@ class WeightFetcher(WeightSource):
             keep: versions held.
             piece_bytes: brought by one request.
             rate: given, others are served no faster.
+            tls: given, others are served over TLS.
         """
         self._name, self._open_scheduler = name, open_scheduler
         self._most_bytes, self._timeout_s, self._attempts, self._piece_bytes = (
@@ -77,7 +80,7 @@ class WeightFetcher(WeightSource):
         )
         self._store = WeightStore(keep)
         self._server = WeightServer(
-            weight_unit(name), host, self._store, wait_s=timeout_s / 2, request_timeout_s=timeout_s, rate=rate
+            weight_unit(name), host, self._store, wait_s=timeout_s / 2, request_timeout_s=timeout_s, tls=tls, rate=rate
         )
         self._wakeup = threading.Condition()
         self._newest = -1

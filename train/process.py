@@ -49,6 +49,7 @@ from knittrans_jax.transfer.matching import Gather
 from knittrans_jax.transfer.pull import Payload, UnitClients
 from knittrans_jax.transfer.relay import RelayServer
 from knittrans_jax.transfer.tickets import weight_unit
+from knittrans_jax.transfer.tls import make_server
 from knittrans_jax.transfer.weight_channel import WeightPublisher, WeightServer
 from knittrans_jax.transfer.weight_store import WeightStore
 from knittrans_jax.transfer.weights import WeightsError, WeightSink, WeightWriter
@@ -166,7 +167,7 @@ def run_train(config: Config, run_dir: Path, index: int) -> None:
                 if chunk.last:
                     checkpoints.check()
                     after_plan = chunk.plan.plan_id
-                    if _checkpoint_due(config, trainer.version):
+                    if chunk.checkpoint or _checkpoint_due(config, trainer.version):
                         saved = trainer.version
                         checkpoints.save(trainer.state, Cursor(version=saved, after_plan=after_plan))
             whole = trainer.version % config.batch.mini_batches == 0
@@ -209,6 +210,7 @@ def _open_relay(config: Config, index: int) -> contextlib.AbstractContextManager
         control.bulk_host,
         wait_s=control.pull_timeout_s * (control.pull_retries + 1),
         request_timeout_s=control.pull_timeout_s,
+        tls=make_server() if control.tls else None,
     )
 
 
@@ -225,6 +227,7 @@ def _open_weight_server(config: Config, index: int) -> Iterator[tuple[WeightStor
         store,
         wait_s=control.pull_timeout_s / 2,
         request_timeout_s=control.pull_timeout_s,
+        tls=make_server() if control.tls else None,
     ) as server:
         yield store, server
 

@@ -79,7 +79,7 @@ def build_programs(config: Config, task: Task, mesh: Mesh) -> StepPrograms:
         mesh,
         tuple(task.sampled_ids),
         config.rollout.temperature,
-        frozen_encoder=config.train.encoder_mode == "frozen",
+        encoder_trained="none" if config.train.encoder_mode == "frozen" else config.train.encoder_trained,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,10 @@ from flax import struct
 from knittrans_jax.config import OptimizerConfig
 from knittrans_jax.models import decay_mask
 from knittrans_jax.train.ravel import ravel, small, unravel
+
+EncoderTrained = Literal["all", "mergers", "none"]
+"""What of the encoder is trained: all; what makes image tokens of its features; nothing."""
+MERGERS = ("merger", "deepstack_mergers")
 
 
 @struct.dataclass
@@ -80,16 +84,36 @@ def make_optimizer(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def trained_params(params: dict[str, Any], frozen_encoder: bool) -> dict[str, Any]:
-    """The parameters that the optimizer knows of. A frozen encoder is not among them: no moments, no weight decay."""
-    return {part: tree for part, tree in params.items() if part != "encoder" or not frozen_encoder}
+def trained_params(params: dict[str, Any], encoder: EncoderTrained) -> dict[str, Any]:
+    """The parameters that the optimizer knows of (or a tree like them). Others have no moments and no weight decay."""
+    kept = dict(params)
+    if "encoder" in kept and encoder == "none":
+        del kept["encoder"]
+    elif "encoder" in kept and encoder == "mergers":
+        kept["encoder"] = {part: tree for part, tree in params["encoder"].items() if part in MERGERS}
+    return kept
+
+
+def with_fixed_part_fixed(encoder_params: dict[str, Any], encoder: EncoderTrained) -> dict[str, Any]:
+    """The encoder's parameters, of which those that are not trained get no gradient: none is computed."""
+    if encoder != "mergers":
+        return encoder_params
+    return {part: tree if part in MERGERS else jax.lax.stop_gradient(tree) for part, tree in encoder_params.items()}
+
+
+def merged(params: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
+    """`params` with the trained ones in their places."""
+    return {
+        part: merged(tree, trained[part]) if isinstance(tree, dict) and part in trained else trained.get(part, tree)
+        for part, tree in params.items()
+    }
 
 
 def init_state(
-    params: dict[str, Any], optimizer: optax.GradientTransformation, frozen_encoder: bool = False
+    params: dict[str, Any], optimizer: optax.GradientTransformation, encoder: EncoderTrained = "all"
 ) -> TrainState:
     """Version 0."""
-    opt_state = optimizer.init(trained_params(params, frozen_encoder))
+    opt_state = optimizer.init(trained_params(params, encoder))
     return TrainState(update=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
 
 
@@ -104,7 +128,7 @@ def with_other_moments(wanted: TrainState) -> TrainState | None:
     alike = wanted.update.sharding
     moments = jax.tree.leaves(adam.mu)
     if isinstance(adam.mu, jax.ShapeDtypeStruct):
-        trained = (trained_params(wanted.params, frozen) for frozen in (False, True))
+        trained = (trained_params(wanted.params, encoder) for encoder in get_args(EncoderTrained))
         shapes = next((tree for tree in trained if sum(p.size for p in jax.tree.leaves(tree)) == adam.mu.size), None)
         if shapes is None:
             return None

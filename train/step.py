@@ -48,7 +48,14 @@ from knittrans_jax.models.mesh import ROWS
 from knittrans_jax.train.layout import TENSOR, TRAIN_AXES, Layout, map_specs, without
 from knittrans_jax.train.objective import ObjectiveSums, objective_sums, score_tokens
 from knittrans_jax.train.ravel import ravel, small, unravel
-from knittrans_jax.train.state import TrainState, init_state, trained_params
+from knittrans_jax.train.state import (
+    EncoderTrained,
+    TrainState,
+    init_state,
+    merged,
+    trained_params,
+    with_fixed_part_fixed,
+)
 from knittrans_jax.transfer.batch import ChunkArrays, ImageArrays
 
 ENCODER_CHUNK_ROWS, ENCODER_CHUNK_PATCHES = 8, 512
@@ -81,7 +88,12 @@ class StepPrograms:
     mesh: Mesh
     sampled_ids: tuple[int, ...]
     temperature: float
-    frozen_encoder: bool = False
+    encoder_trained: EncoderTrained = "all"
+
+    @property
+    def frozen_encoder(self) -> bool:
+        """No image needs a cotangent."""
+        return self.encoder_trained == "none"
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -130,7 +142,7 @@ class StepPrograms:
         return jax.jit(self._init, out_shardings=self.state_shardings)
 
     def _init(self, params: Any) -> TrainState:
-        return init_state(params, self.optimizer, self.frozen_encoder)
+        return init_state(params, self.optimizer, self.encoder_trained)
 
     @functools.cached_property
     def start(self) -> Any:
@@ -273,6 +285,7 @@ class StepPrograms:
                 grads["encoder"] = own.encoder
             elif "encoder" in params and not self.frozen_encoder:
                 grads["encoder"] = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params["encoder"])
+            grads = trained_params(grads, self.encoder_trained)
             return self._sum_over_shards(grads, own.figures, encoder_over, denominator)
 
         def finish(
@@ -282,15 +295,15 @@ class StepPrograms:
             denominator: jax.Array,
             residuals: Residuals | None = None,
         ) -> tuple[TrainState, dict[str, jax.Array]]:
-            trained = trained_params(state.params, self.frozen_encoder)
+            trained = trained_params(state.params, self.encoder_trained)
             in_specs = (self.layout.params, P(ROWS), self._sums_specs(bool(sums.encoder)), P(), P(TRAIN_AXES))
-            out_specs = (trained_params(self.layout.params, self.frozen_encoder), P())
+            out_specs = (trained_params(self.layout.params, self.encoder_trained), P())
             given = (state.params, images, sums, denominator, residuals)
             grads, figures = self._manual(gradients, in_specs, out_specs)(*given)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
             optimizer = optax.with_extra_args_support(self.optimizer)
             updates, opt_state = optimizer.update(grads, state.opt_state, trained, loss=figures.loss)
-            params = state.params | cast(dict[str, Any], optax.apply_updates(trained, updates))
+            params = merged(state.params, cast(dict[str, Any], optax.apply_updates(trained, updates)))
             new = TrainState(update=state.update + 1, params=params, opt_state=opt_state)
             one_vector = small(grads) and not self.layout.splits_params
             return new, _report(figures, denominator, optax.tree.norm(ravel(grads) if one_vector else grads))
@@ -343,13 +356,13 @@ class StepPrograms:
         `encoder_over`: the axes over which the encoder's gradient is spread, were its parameters not split.
         """
         if self.layout.splits_params or not small((grads, figures)):
-            sums = {}
+            sums, specs = {}, trained_params(self.layout.params, self.encoder_trained)
             for part, tree in grads.items():
                 axes = encoder_over if part == "encoder" else ROWS
                 sums[part] = jax.tree.map(
                     lambda g, spec, axes=axes: lax.psum(g, self.layout.not_split(spec, axes)) / denominator,
                     tree,
-                    self.layout.params[part],
+                    specs[part],
                 )
             return sums, lax.psum(figures, ROWS)
         total = lax.psum(ravel((grads, figures)), ROWS)
@@ -360,6 +373,7 @@ class StepPrograms:
         vision = self.model.config.vision
         if vision is None or self.model.encoder is None:
             raise ValueError("images came for a model without a vision encoder")
+        params = with_fixed_part_fixed(params, self.encoder_trained)
         pixels = normalise_pixels(images.patches, vision)
         return encoder_apply(self.model.encoder, params, pixels, images.coords, images.grids, images.segment_ids)
 

@@ -272,5 +272,5 @@ def make_gate(config: Config, rules: Rules, group_bytes: int) -> LaunchGate:
         return LaunchGate(rules, look_ahead, train_steps)
     room = config.rollout.hosts * (config.rollout.storage_bytes // group_bytes)
     whole = config.admission.policy in ("train_batch", "proportional")
-    most = room - most_retained_groups(config) - (rules.groups if whole else rules.mini_batch_groups)
+    most = room - most_retained_groups(config, room) - (rules.groups if whole else rules.mini_batch_groups)
     return LaunchGate(rules, "auto", train_steps, most_look_ahead=max(0, most))

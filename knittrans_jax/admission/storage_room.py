@@ -7,6 +7,8 @@ twice; units skip what they do not hold.
 
 from __future__ import annotations
 
+import math
+
 from knittrans_jax.admission.state import AdmissionState
 from knittrans_jax.config import Config, ConfigError
 
@@ -26,14 +28,18 @@ def check_storage(config: Config, group_bytes: int, look_ahead_groups: int) -> N
     else:
         needed = look_ahead_groups + config.mini_batch_groups
         why = "admission.look_ahead_groups and one mini-batch"
-    retained = most_retained_groups(config)
+    hosts = config.rollout.hosts
+    room = hosts * (config.rollout.storage_bytes // group_bytes)
+    retained = most_retained_groups(config, room)
     if retained:
+        smallest = smallest_room_with_retained(config, needed)
         needed += retained
         why += f", and {retained} consumed groups that no checkpoint covers yet (launch.on_child_death)"
-    hosts = config.rollout.hosts
-    if hosts * (config.rollout.storage_bytes // group_bytes) >= needed:
+    else:
+        smallest = needed
+    if room >= needed:
         return
-    least = -(-needed // hosts) * group_bytes
+    least = -(-smallest // hosts) * group_bytes
     raise ConfigError(
         f"rollout.storage_bytes: {config.rollout.storage_bytes} on each of {hosts} hosts hold "
         f"{hosts * (config.rollout.storage_bytes // group_bytes)} groups of at most {group_bytes} bytes; the run could stop "
@@ -41,10 +47,11 @@ def check_storage(config: Config, group_bytes: int, look_ahead_groups: int) -> N
     )
 
 
-def most_retained_groups(config: Config) -> int:
-    """The most consumed groups that are kept until a checkpoint covers them; 0: none are.
+def most_retained_groups(config: Config, room: int) -> int:
+    """The most consumed groups that units with room for `room` groups keep until a checkpoint covers them; 0: none are.
 
-    A checkpoint is whole at the latest when the next one begins, so those of two intervals.
+    A checkpoint is whole at the latest when the next one begins, so those of two intervals. One is also taken at the end of the
+    train batch in which they fill `checkpoint.retained_share` of the room; what does not fit then waits until it is whole.
 
     Raises:
         ConfigError: training is to recover, and no checkpoints are taken.
@@ -56,7 +63,15 @@ def most_retained_groups(config: Config) -> int:
             "checkpoint.every_train_batches: launch.on_child_death = recover goes on from checkpoints, so they must be taken "
             "(value 0)"
         )
-    return 2 * config.checkpoint.every_train_batches * config.batch.groups
+    by_interval = 2 * config.checkpoint.every_train_batches * config.batch.groups
+    return min(by_interval, math.ceil(config.checkpoint.retained_share * room) + config.batch.groups)
+
+
+def smallest_room_with_retained(config: Config, needed: int) -> int:
+    """The least room in which `needed` groups fit beside those that are kept until a checkpoint covers them."""
+    by_interval = needed + 2 * config.checkpoint.every_train_batches * config.batch.groups
+    by_share = math.ceil((needed + config.batch.groups) / (1 - config.checkpoint.retained_share))
+    return min(by_interval, by_share)
 
 
 class StorageRoom:
@@ -83,6 +98,11 @@ class StorageRoom:
     def retained(self, unit: str) -> frozenset[int]:
         """The consumed groups that the unit keeps."""
         return frozenset(self._retained.get(unit, ()))
+
+    @property
+    def retained_share(self) -> float:
+        """Of the fullest unit's budget, in worst-case groups: what consumed groups take that are kept."""
+        return max(map(len, self._retained.values()), default=0) / max(1, self.capacity)
 
     def retaining(self) -> set[str]:
         """Units that keep consumed groups."""

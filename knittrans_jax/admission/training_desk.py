@@ -31,7 +31,10 @@ COUNTERS = (
     "duplicate_weights",
     "train_groups_died",
     "mini_batches_withdrawn",
+    "checkpoints_forced",
 )
+REMEMBERED_PLANS = 64
+"""Plans for which it is remembered whether a checkpoint follows them; processes are at most a few apart."""
 MAX_WITHDRAWN_IN_A_ROW = 16
 """Mini-batches withdrawn without an update in between: then something is wrong that planning again does not mend."""
 
@@ -62,6 +65,8 @@ class TrainingDesk:
         self._emit, self._ticket, self._ticket_key = emit, ticket, ticket_key
         self._missing_since_s: dict[tuple[int, str, str], float] = {}
         """By plan, unit and address: since when a process cannot bring its rows from there."""
+        self._forced: dict[int, bool] = {}
+        """By plan: whether a checkpoint is taken after it."""
         self._withdrawn: set[int] = set()
         self._withdrawn_in_a_row = 0
 
@@ -104,6 +109,7 @@ class TrainingDesk:
         self.group.goes = goes
         self.heard_s.clear()
         self._withdrawn.clear()
+        self._forced.clear()
         self._missing_since_s.clear()
         self.counters["train_groups_died"] += 1
 
@@ -393,6 +399,19 @@ class TrainingDesk:
             return None  # a unit that has not said where it is yet will within its first sync
         return msg.PlanReply(
             plan=plan,
+            checkpoint=self._forces_checkpoint(plan),
             units={unit: known[unit] for unit in units},
             tickets={unit: self._ticket(unit, peer) for unit in units},
         )
+
+    def _forces_checkpoint(self, plan: MiniBatchPlan) -> bool:
+        """Whether one is to be taken after this plan, for the sake of what is kept until then: alike for all who ask."""
+        if plan.mini_batch < self.config.batch.mini_batches - 1:
+            return False
+        if plan.plan_id not in self._forced:
+            full = self.rollout.room.retained_share >= self.config.checkpoint.retained_share
+            self._forced[plan.plan_id] = full
+            self.counters["checkpoints_forced"] += full
+            for old in sorted(self._forced)[:-REMEMBERED_PLANS]:
+                del self._forced[old]
+        return self._forced[plan.plan_id]

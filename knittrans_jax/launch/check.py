@@ -28,6 +28,7 @@ from knittrans_jax.observe.tensorboard import check_tensorboard
 from knittrans_jax.rollout.tasks.base import Prompt, Split, Task, max_group_bytes, max_trajectory_tokens
 from knittrans_jax.rollout.tasks.registry import load_task
 from knittrans_jax.transfer.plan import WorstCase, worst_case
+from knittrans_jax.transfer.tls import is_available
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,10 @@ def check_run(config: Config) -> RunArithmetic:
     """Checks a run against its task and its model; raises `ConfigError`."""
     if config.observe.tensorboard:
         check_tensorboard()
+    if config.control.tls and not is_available():
+        raise ConfigError(
+            "control.tls: certificates are made by the command `openssl`, which is not there (value true)"
+        )
     task = load_task(config.task, config.seed)
     model = model_config(config.model, task.vocabulary)
     check_files(config.model)

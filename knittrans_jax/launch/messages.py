@@ -165,11 +165,13 @@ class NextPlan(Message, frozen=True, kw_only=True):
 class PlanReply(Message, frozen=True, kw_only=True):
     """The next plan, with bulk addresses and tickets by storage unit; or `plan=None`: there will be no further one.
 
-    `complete`: because every update of the run has been planned, not because it was broken off.
+    `complete`: because every update of the run has been planned, not because it was broken off. `checkpoint`: take one after
+    this plan's update, with which a train batch ends, whether or not it is due.
     """
 
     plan: MiniBatchPlan | None
     complete: bool = False
+    checkpoint: bool = False
     units: dict[str, str] = {}
     tickets: dict[str, bytes] = {}
 

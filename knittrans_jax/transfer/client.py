@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import math
 import socket
-import ssl
 import time
 from collections.abc import Callable
 from typing import Literal, Self, TypeVar
@@ -36,6 +35,7 @@ from knittrans_jax.transfer.bulk import (
     row_views,
 )
 from knittrans_jax.transfer.storage_state import StorageMissing, StorageRefused
+from knittrans_jax.transfer.tls import split_address
 
 MAX_HEADER_BYTES = 8 * 2**20
 FIRST_PAUSE_S = 0.05
@@ -97,19 +97,17 @@ class StorageClient:
         *,
         max_payload_bytes: int = 2**30,
         stopped: Callable[[], bool] | None = None,
-        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Connects at the first call.
 
         Args:
-            address: the unit's `host:port`.
+            address: the unit's `host:port`, with `#certificate` where connections are TLS (`transfer/tls.py`).
             ticket: a fresh ticket for this unit and peer.
             peer: the name that the ticket carries.
             timeout_s: deadline of every attempt.
             retries: attempts after the first.
             max_payload_bytes: most bytes that one response may bring.
             stopped: looked at before every attempt; true gives up at once.
-            tls: given, connections are TLS (`transfer/tls.py`).
         """
         self.address = address
         self.counters = ClientCounters()
@@ -117,7 +115,7 @@ class StorageClient:
         self._tickets: collections.deque[bytes] = collections.deque([ticket], maxlen=SPARE_TICKETS)
         self._limits = wire.Limits(MAX_HEADER_BYTES, max_payload_bytes)
         self._stopped = stopped or (lambda: False)
-        self._tls = tls
+        self.where, self._tls = split_address(address)
         self._socket: socket.socket | None = None  # greeted, and in step
         self._interruptible: socket.socket | None = None  # the same, or the one that is being greeted
 
@@ -213,7 +211,7 @@ class StorageClient:
                 self.close()
                 if number == self._retries or (isinstance(error, TicketRefused) and not self._tickets):
                     raise wire.WireError(
-                        f"{doing}: unit at {self.address}, attempt {number + 1} of {self._retries + 1}: "
+                        f"{doing}: unit at {self.where}, attempt {number + 1} of {self._retries + 1}: "
                         f"{type(error).__name__}: {error}"
                     ) from error
             except BaseException:
@@ -226,7 +224,7 @@ class StorageClient:
             return self._socket
         if not self._tickets:
             raise TicketRefused("no ticket is left; renew() with a fresh one from the scheduler")
-        sock = wire.connect(self.address, self._timeout_s, self._tls)
+        sock = wire.connect(self.where, self._timeout_s, self._tls)
         self._interruptible = sock
         try:
             if self._stopped():  # interrupt() may have come before it could see the socket

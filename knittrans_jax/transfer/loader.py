@@ -132,6 +132,8 @@ class Chunk:
     """`gather`: payload bytes that it got from process 0."""
     gather_arrays: Gather | None = None
     gather_images: Gather | None = None
+    checkpoint: bool = False
+    """A checkpoint is to be taken after this chunk's plan, whether or not it is due."""
     gathered_bytes: int = 0
     """Packed bytes that this process gets from others when the chunk is made whole."""
 
@@ -252,6 +254,7 @@ class _Work:
     whole: bool
     """Everything of it was pulled already."""
     payload: Payload
+    checkpoint: bool
 
 
 class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
@@ -333,13 +336,15 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
         while not batch or (
             self._options.transfer == "dispatch" and batch[-1].plan.mini_batch < self._options.mini_batches - 1
         ):
-            plan = self._next_plan(batch[-1].plan.plan_id if batch else self._after_plan)
+            reply = self._next_plan(batch[-1].plan.plan_id if batch else self._after_plan)
+            plan = reply.plan
             if plan is None:
                 return None  # the run ends, and a train batch that is not whole is not begun
             arrived_s = time.monotonic()
             options = self._options
             encoder = plan_encoding(plan, options.encoder_mode, options.spec, self._cache, options.residuals)
-            work = _Work(plan, encoder, arrived_s, self._options.transfer != "on_demand", Payload())
+            whole = self._options.transfer != "on_demand"
+            work = _Work(plan, encoder, arrived_s, whole, Payload(), reply.checkpoint)
             batch.append(work)
             if work.whole and not self._pulled(plan, 0, functools.partial(self._pull_whole, work)):
                 batch.pop()
@@ -349,14 +354,14 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
         self._ahead.extend(batch)
         return self._ahead.popleft()
 
-    def _next_plan(self, after_plan: int) -> MiniBatchPlan | None:
+    def _next_plan(self, after_plan: int) -> PlanReply:
         options, after_plan = self._options, max(after_plan, self._dropped_plan)
         reply = self._ask(NextPlan(process=options.process, incarnation=options.incarnation, after_plan=after_plan))
         if not isinstance(reply, PlanReply):
             raise ControlError(f"expected PlanReply to NextPlan, got {type(reply).__name__}")
         self._clients.renew(reply.units, reply.tickets)
         self.complete = reply.complete
-        return reply.plan
+        return reply
 
     def _drop(self, plan: MiniBatchPlan) -> None:
         """The plan was withdrawn, and those after it; ids of later ones are higher."""
@@ -518,6 +523,7 @@ class _PlanChunksIterator(grain.DatasetIterator[Chunk]):
             relayed_bytes=relayed,
             gather_arrays=gather_arrays,
             gather_images=gather_images,
+            checkpoint=work.checkpoint,
             gathered_bytes=gathered + gathered_rows,
         )
 

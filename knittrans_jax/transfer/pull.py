@@ -33,7 +33,7 @@ class PullFailed(RuntimeError):  # noqa: N818 - the name says what happened
     """
 
     def __init__(self, unit: str, address: str, error: Exception) -> None:
-        super().__init__(f"unit {unit} at {address}: {error}")
+        super().__init__(f"unit {unit} at {address.partition('#')[0]}: {error}")
         self.unit, self.address, self.gone = unit, address, isinstance(error, StorageMissing)
 
 

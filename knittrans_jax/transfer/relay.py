@@ -19,6 +19,7 @@ from knittrans_jax.transfer.pull import Payload
 from knittrans_jax.transfer.rate import RateLimit
 from knittrans_jax.transfer.storage import StorageServer
 from knittrans_jax.transfer.storage_state import StorageState
+from knittrans_jax.transfer.tls import ServerTls
 
 
 class _RelayState(StorageState):
@@ -41,7 +42,14 @@ class RelayServer(StorageServer):
     """The bulk channel of a training process that relays. `set_key` before any ticket is good."""
 
     def __init__(
-        self, unit: str, host: str, *, wait_s: float, request_timeout_s: float, rate: RateLimit | None = None
+        self,
+        unit: str,
+        host: str,
+        *,
+        wait_s: float,
+        request_timeout_s: float,
+        tls: ServerTls | None = None,
+        rate: RateLimit | None = None,
     ) -> None:
         """Binds and serves.
 
@@ -50,10 +58,10 @@ class RelayServer(StorageServer):
             host: interface to listen on.
             wait_s: how long a request waits for a mini-batch to be offered.
             request_timeout_s: deadline of sending one response.
-            rate: as a storage unit's.
+            tls: as a storage unit's; so is `rate`.
         """
         self._held = _RelayState(unit)
-        super().__init__(self._held, host, request_timeout_s=request_timeout_s, rate=rate)
+        super().__init__(self._held, host, request_timeout_s=request_timeout_s, tls=tls, rate=rate)
         self._wait_s = wait_s
         self._offered = threading.Condition(self._lock)
 

@@ -51,6 +51,7 @@ from knittrans_jax.transfer.control import ControlClient, ControlError, reachabl
 from knittrans_jax.transfer.rate import RateLimit
 from knittrans_jax.transfer.storage_disk import DiskStorageState
 from knittrans_jax.transfer.storage_state import StorageMissing, StorageRefused, StorageState
+from knittrans_jax.transfer.tls import ServerTls, address_with, make_server
 
 SYNC_S = 0.2
 """Pause between two reports to the scheduler."""
@@ -96,7 +97,7 @@ class StorageServer:
         idle_timeout_s: float = 3600.0,
         max_payload_bytes: int = 2**30,
         wall_clock: Callable[[], float] = time.time,
-        tls: ssl.SSLContext | None = None,
+        tls: ServerTls | None = None,
         rate: RateLimit | None = None,
     ) -> None:
         """Binds and serves.
@@ -110,7 +111,7 @@ class StorageServer:
             idle_timeout_s: how long a peer may stay silent between requests before its connection is closed.
             max_payload_bytes: most bytes of one frame.
             wall_clock: seconds since the epoch, for the expiry of tickets.
-            tls: given, connections are TLS (`transfer/tls.py`).
+            tls: given, connections are TLS, and the address names the certificate (`transfer/tls.py`).
             rate: given, all connections together are served no faster.
         """
         self.counters = StorageCounters()
@@ -127,6 +128,8 @@ class StorageServer:
         self._listener = socket.create_server((host, port), backlog=128)
         self._listener.settimeout(ACCEPT_POLL_S)
         self.address = f"{reachable_host(host)}:{self._listener.getsockname()[1]}"
+        if tls is not None:
+            self.address = address_with(self.address, tls.certificate)
         self._accepting = threading.Thread(target=self._accept, name="storage-accept", daemon=True)
         self._accepting.start()
 
@@ -203,7 +206,7 @@ class StorageServer:
         try:
             wire.prepare(sock)
             if self._tls is not None:
-                sock = encrypted = self._encrypted(sock, self._tls)
+                sock = encrypted = self._encrypted(sock, self._tls.context)
                 encrypted.do_handshake()
             if self._greet(sock):
                 while not self._closing.is_set():
@@ -427,7 +430,12 @@ def run_storage(config: Config, run_dir: Path, index: int, stop: threading.Event
             start_timeout_s=control.start_timeout_s,
             stopped=stop.is_set,
         ) as client,
-        StorageServer(state, control.bulk_host, request_timeout_s=control.pull_timeout_s) as server,
+        StorageServer(
+            state,
+            control.bulk_host,
+            request_timeout_s=control.pull_timeout_s,
+            tls=make_server() if control.tls else None,
+        ) as server,
     ):
         recovered: tuple[int, ...] | None = server.held()
         heard_s = time.monotonic()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import ssl
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -27,6 +26,7 @@ from knittrans_jax.transfer.client import StorageClient, decode, expect
 from knittrans_jax.transfer.rate import RateLimit
 from knittrans_jax.transfer.storage import StorageServer
 from knittrans_jax.transfer.storage_state import StorageMissing, StorageState
+from knittrans_jax.transfer.tls import ServerTls
 from knittrans_jax.transfer.weight_store import DTYPES, WeightStore, check_layout, lay_out
 from knittrans_jax.transfer.weights import FLOATS, HostShard, WeightSink
 
@@ -45,7 +45,7 @@ class WeightServer(StorageServer):
         *,
         wait_s: float,
         request_timeout_s: float,
-        tls: ssl.SSLContext | None = None,
+        tls: ServerTls | None = None,
         rate: RateLimit | None = None,
     ) -> None:
         """Binds and serves.

@@ -345,7 +345,7 @@ class Model:
         every = self.core.config.batch.mini_batches if self.core.config.train.publish == "train_batch" else 1
         if self.version % every == 0:
             self.write(self.version)
-        self.checkpoint()
+        self.checkpoint(forced=first.checkpoint)
         return True
 
     def drop(self, reply: msg.PlanReply, unit: str) -> None:
@@ -363,11 +363,12 @@ class Model:
         else:
             assert answers == [msg.Dropped(plan_id=plan.plan_id)] * self.processes
 
-    def checkpoint(self) -> None:
-        """Takes one where it is due."""
+    def checkpoint(self, forced: bool = False) -> None:
+        """Takes one where it is due, or the scheduler says so."""
         config = self.core.config
         every = config.checkpoint.every_train_batches * config.batch.mini_batches
-        if not every or self.version % every:
+        assert not forced or self.version % config.batch.mini_batches == 0
+        if not forced and (not every or self.version % every):
             return
         self.checkpoints = [*self.checkpoints, (self.version, self.after_plan)][-2:]
         for process in range(self.processes):

@@ -108,9 +108,29 @@ def test_a_message_of_the_dead_group_is_refused_and_what_it_waited_for_is_answer
 
 def test_storage_must_hold_what_no_checkpoint_covers_and_checkpoints_must_be_taken():
     check_storage(make_config(**RECOVER), 1000, 4)
-    with pytest.raises(ConfigError, match=r"rollout\.storage_bytes.*80 consumed groups"):
-        check_storage(
-            make_config(**RECOVER | {"checkpoint__every_train_batches": 5, "rollout__storage_bytes": 40_000}), 1000, 4
-        )
+    rarely = RECOVER | {"checkpoint__every_train_batches": 50}
+    with pytest.raises(
+        ConfigError, match=r"rollout\.storage_bytes.*consumed groups.*smallest budget that works is 28000"
+    ):
+        check_storage(make_config(**rarely, rollout__storage_bytes=27_999), 1000, 4)
+    check_storage(make_config(**rarely, rollout__storage_bytes=28_000), 1000, 4)
     with pytest.raises(ConfigError, match=r"checkpoint\.every_train_batches"):
         check_storage(make_config(**RECOVER | {"checkpoint__every_train_batches": 0}), 1000, 4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_smallest_budget_with_what_is_kept_does_not_stop_the_run_for_checkpoints_are_forced(seed: int):
+    model = recovering(
+        seed,
+        checkpoint__every_train_batches=50,
+        rollout__storage_bytes=28_000,
+        train__epochs=6,
+        admission__starvation_s=60,
+    )
+    model.hosts = model.hosts[:1]
+    model.hello()
+    model.go_on(12_000)
+    assert model.core.ending == "finished"
+    assert model.core.state.version == 72
+    assert model.core.training.counters["checkpoints_forced"] >= 3
+    assert model.hosts[0].most_stored <= 28

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.mark.parametrize("number", [0, 1])  # with finished groups in memory, and on disk
 def test_whatever_dies_no_prompt_is_lost_no_gradient_counts_twice_and_the_run_ends(number: int, tmp_path: Path):
-    settings = Settings(faults=5, epochs_per_fault=0.8, silence_s=5, most_updates_between=6)
+    settings = Settings(faults=6, epochs_per_fault=0.7, silence_s=5, most_updates_between=6)
     result = live(settings, number, settings.faults, tmp_path, print)
     output = (tmp_path / f"life{number}.out").read_text()
     assert result.ended == "finished", output

@@ -23,9 +23,12 @@ def training_processes(launcher: int) -> list[int]:
     return [pid for pid, words in commands.items() if b"train" in words]
 
 
-def test_a_killed_training_process_costs_time_only(tmp_path: Path):
+@pytest.mark.parametrize(
+    "more", [(), ("control.tls=true", "weights.transfer=bulk")], ids=["files", "tls, bulk weights"]
+)
+def test_a_killed_training_process_costs_time_only(more: tuple[str, ...], tmp_path: Path):
     (tmp_path / "resumed.yaml").write_text(CONFIG)
-    short = ("train.updates=10", "train.epochs=null", "checkpoint.every_train_batches=1", "pace.update_s=0.1")
+    short = ("train.updates=10", "train.epochs=null", "checkpoint.every_train_batches=1", "pace.update_s=0.1", *more)
     run, folder = start(tmp_path, "launch.on_child_death=recover", *short), tmp_path / "runs" / "resumed"
     wait_for_update(run, tmp_path, 7)  # the newest whole checkpoint is of an earlier version
     (killed, *_) = training_processes(run.pid)

@@ -32,6 +32,7 @@ from knittrans_jax.train.advantages import group_advantages
 from knittrans_jax.train.layout import TRAIN_AXES
 from knittrans_jax.train.process import RELAY_UNIT, Trainer
 from knittrans_jax.train.setup import TrainSetup
+from knittrans_jax.train.state import EncoderTrained
 from knittrans_jax.train.step import StepPrograms
 from knittrans_jax.trajectory import GroupMeta, MediaMeta, MiniBatchPlan, Trajectory, TrajectoryMeta, media_digest
 from knittrans_jax.transfer import tickets
@@ -57,6 +58,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     transfer: str = "on_demand"
     encoder_mode: str = "per_mini_batch"
     residuals: str = "recompute"
+    encoder_trained: str = "all"
     process: int | None = None
     mesh: dict[str, int] = {}
     """Sizes of mesh axes besides `data`, which has what is left."""
@@ -314,16 +316,16 @@ def main() -> None:
     )
 
     @functools.cache
-    def programs(sizes: tuple[int, int, int], frozen: bool) -> StepPrograms:
+    def programs(sizes: tuple[int, int, int], encoder_trained: EncoderTrained) -> StepPrograms:
         count = math.prod(sizes)
         devices = jax.local_devices()[:count] if count <= DEVICES else jax.devices()
         mesh = Mesh(np.asarray(devices).reshape(sizes), TRAIN_AXES, axis_types=(AxisType.Auto,) * len(TRAIN_AXES))
         fsdp = Fsdp("fsdp", shard_rules(model_config()), jnp.float32) if mesh.shape["fsdp"] > 1 else None
         model, _ = abstract_model(model_config(), fsdp=fsdp)
         objective = ObjectiveConfig(entropy_bonus=0.01)
-        return StepPrograms(model, objective, keep_gradient(), mesh, SAMPLED_IDS, 0.9, frozen_encoder=frozen)
+        return StepPrograms(model, objective, keep_gradient(), mesh, SAMPLED_IDS, 0.9, encoder_trained)
 
-    assert rows_to_feed(programs((PROCESSES * DEVICES, 1, 1), False).image_sharding, (4,), 0) == [
+    assert rows_to_feed(programs((PROCESSES * DEVICES, 1, 1), "all").image_sharding, (4,), 0) == [
         2 * process,
         2 * process + 1,
     ]
@@ -331,7 +333,8 @@ def main() -> None:
         if case.process in (None, process):
             fsdp, tensor = case.mesh.get("fsdp", 1), case.mesh.get("tensor", 1)
             sizes = (case.plans[0].shards // fsdp, fsdp, tensor)
-            of_case = programs(sizes, case.encoder_mode == "frozen")
+            trained = "none" if case.encoder_mode == "frozen" else case.encoder_trained
+            of_case = programs(sizes, trained)
             began_s = time.monotonic()
             gradients, reports = run_case(folder, setup, case, process, of_case, config)
             print(f"{case.name}: {time.monotonic() - began_s:.1f} s", file=sys.stderr, flush=True)

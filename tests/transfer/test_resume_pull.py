@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -75,10 +74,10 @@ def payload() -> GroupPayload:
     return random_group(rng, 1, (5000, 70), images=tuple(random_image(rng, 1000, 1000) for _ in range(3)))
 
 
-def serve(payload: GroupPayload, context: ssl.SSLContext | None = None) -> StorageServer:
+def serve(payload: GroupPayload, encryption: tls.ServerTls | None = None) -> StorageServer:
     state = StorageState("host0", 10**8)
     state.put(payload, put_frame(payload)[0])
-    server = StorageServer(state, "127.0.0.1", tls=context)
+    server = StorageServer(state, "127.0.0.1", tls=encryption)
     server.set_key(KEY)
     return server
 
@@ -136,21 +135,22 @@ def test_a_request_from_beyond_the_end_is_dropped(server: StorageServer):
 
 
 def test_over_tls_the_same_comes_and_only_the_right_server_is_believed(payload: GroupPayload):
-    context, certificate = tls.make_server()
-    with serve(payload, context) as server:
-        client = StorageClient(server.address, ticket(), "train0", 10.0, 0, tls=tls.client_context(certificate))
-        with client:
+    with serve(payload, tls.make_server()) as server:
+        where, _ = tls.split_address(server.address)
+        with StorageClient(server.address, ticket(), "train0", 10.0, 0) as client:
             client.put_group(random_group(np.random.default_rng(5), 9, (2000,)))
             pulled = client.pull(everything(payload))
         assert all(np.array_equal(pulled.media[digest], image) for digest, image in payload.media.items())
-        _, other = tls.make_server()
+        other = tls.address_with(where, tls.make_server().certificate)
         with (
-            StorageClient(server.address, ticket(), "train0", 5.0, 0, tls=tls.client_context(other)) as stranger,
+            StorageClient(other, ticket(), "train0", 5.0, 0) as stranger,
             pytest.raises(wire.WireError, match="TLS"),
         ):
             stranger.pull(PullRequest())
         with (
-            StorageClient(server.address, ticket(), "train0", 5.0, 0) as plain,
+            StorageClient(where, ticket(), "train0", 5.0, 0) as plain,
             pytest.raises(wire.WireError),
         ):
             plain.pull(PullRequest())
+    with pytest.raises(tls.TlsError, match="no certificate"):
+        StorageClient(where + "#rubbish", ticket(), "train0", 5.0, 0)
