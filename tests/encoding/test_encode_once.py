@@ -102,7 +102,7 @@ def test_kept_residuals_give_the_recomputed_gradient(problem: Any):
     params, images, _, _ = problem
     table, pull_back = encode_once(encoder, params, images, chunk_rows=2)
     kept_table, residuals = jax.jit(lambda p, i: encode_and_keep(encoder, p, i))(params, images)
-    np.testing.assert_allclose(kept_table, table, rtol=1e-6)
+    np.testing.assert_allclose(kept_table, table, rtol=1e-5, atol=1e-6)  # chunked or whole: sums differ by an ulp
     assert not any(
         kept.shape == given.shape for kept in residuals.arrays for given in (*params.values(), *images.values())
     )
